@@ -1,0 +1,187 @@
+"""The machine's devices: accelerators through `torch.accelerator`, host memory, streams. The only file that may name a vendor."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import psutil
+import torch
+
+from .errors import PlanError
+
+__all__ = [
+    "DeviceKey",
+    "accelerator_type",
+    "accelerators",
+    "as_device",
+    "as_key",
+    "available_host_bytes",
+    "clear_device_cache",
+    "device_memory",
+    "private_bytes",
+    "synchronize",
+]
+
+DeviceKey: TypeAlias = int | str
+"""What stands in a device map: an accelerator's index, or `"cpu"`, `"mps"`, `"disk"`."""
+
+
+def accelerator_type() -> str | None:
+    """The type of this machine's accelerators (`"cuda"`, `"xpu"`, `"npu"`, …), or None where there is none."""
+    if not torch.accelerator.is_available():
+        return None
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else device.type
+
+
+def accelerators() -> list[torch.device]:
+    """This machine's accelerators, in index order."""
+    kind = accelerator_type()
+    if kind is None:
+        return []
+    return [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
+
+
+def as_key(device: object, *, where: str = "") -> DeviceKey:
+    """The device as a device map writes it: `torch.device("cuda:1")`, `"cuda:1"`, `"1"` and `1` are all 1; `"cpu"`, `"mps"`, `"disk"` stay.
+
+    Only the type of this machine's accelerator becomes an index. Raises `PlanError` for anything that is no device, naming `where`.
+    """
+    place = f" ({where})" if where else ""
+    if isinstance(device, bool):
+        raise PlanError(f"{device!r} is not a device{place}. Use an accelerator's index, 'cpu' or 'disk'.")
+    if isinstance(device, int):
+        if device < 0:
+            raise PlanError(f"Device index {device} is negative{place}.")
+        return device
+    if isinstance(device, str):
+        if device == "disk":
+            return device
+        if device.isdigit():
+            return int(device)
+        try:
+            device = torch.device(device)
+        except RuntimeError as error:
+            raise PlanError(
+                f"{device!r} is not a device{place}. Use an accelerator's index, a torch device such as 'cpu', or 'disk'."
+            ) from error
+    if isinstance(device, torch.device):
+        if device.type in ("cpu", "meta", "mps"):
+            return device.type
+        if device.type == accelerator_type():
+            return device.index if device.index is not None else torch.accelerator.current_device_index()
+        return str(device)
+    raise PlanError(f"{device!r} is not a device{place}. Use an accelerator's index, a torch device such as 'cpu', or 'disk'.")
+
+
+def as_device(device: object) -> torch.device:
+    """The torch device behind an entry of a device map; an index means this machine's accelerator.
+
+    Raises `PlanError` for `"disk"` (no arithmetic happens there), for an index on a machine without an accelerator, and for an index
+    that is out of range.
+    """
+    key = as_key(device)
+    if key == "disk":
+        raise PlanError("'disk' holds weights but cannot run a module: name an accelerator or 'cpu' as the execution device.")
+    if isinstance(key, str):
+        return torch.device(key)
+    kind = accelerator_type()
+    if kind is None:
+        raise PlanError(f"Device {key} asked for, but torch sees no accelerator on this machine. Use 'cpu' or 'disk'.")
+    count = torch.accelerator.device_count()
+    if key >= count:
+        raise PlanError(f"Device {key} asked for, but there are {count} accelerators of type {kind!r} (0 to {count - 1}).")
+    return torch.device(kind, key)
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """Free and total bytes of an accelerator, or of the host (which respects the container's limit)."""
+    if device.type == "cpu":
+        return available_host_bytes(), psutil.virtual_memory().total
+    module = _module(device)
+    if device.type == "mps":  # one pool shared with the host; torch reports the driver's recommendation
+        total = int(module.recommended_max_memory())
+        return total - int(module.driver_allocated_memory()), total
+    free, total = module.mem_get_info(device)
+    return int(free), int(total)
+
+
+def _cgroup_headroom_bytes() -> int | None:
+    """Bytes left under the memory limit of this process's control group (versions 2 and 1), or None without a limit."""
+    pairs = [
+        (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"), Path("/sys/fs/cgroup/memory.stat")),
+        (
+            Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+            Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+            Path("/sys/fs/cgroup/memory/memory.stat"),
+        ),
+    ]
+    for limit_file, usage_file, stat_file in pairs:
+        try:
+            limit = limit_file.read_text().strip()
+            usage = int(usage_file.read_text())
+            statistics = dict(line.split() for line in stat_file.read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if limit == "max" or int(limit) >= 1 << 60:
+            return None
+        # Clean page cache counts as usage but is given back on demand.
+        reclaimable = int(statistics.get("inactive_file", statistics.get("total_inactive_file", "0")))
+        return max(0, int(limit) - usage + reclaimable)
+    return None
+
+
+def available_host_bytes() -> int:
+    """Bytes of RAM that new allocations can have: what the system reports as available, within the container's limit."""
+    available = int(psutil.virtual_memory().available)
+    headroom = _cgroup_headroom_bytes()
+    return available if headroom is None else min(available, headroom)
+
+
+def private_bytes() -> int:
+    """Bytes of RAM that belong to this process alone (pages of mapped files that others could share are not counted)."""
+    try:
+        for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+            if line.startswith("Anonymous:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    memory = psutil.Process(os.getpid()).memory_full_info()
+    return int(getattr(memory, "uss", memory.rss))
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for all work queued on an accelerator; nothing on CPU."""
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)
+
+
+def clear_device_cache() -> None:
+    """Gives unused cached memory of the accelerators back to the driver."""
+    kind = accelerator_type()
+    if kind is not None:
+        empty = getattr(_module(torch.device(kind)), "empty_cache", None)
+        if empty is not None:
+            empty()
+
+
+@contextlib.contextmanager
+def current_device(device: torch.device) -> Iterator[None]:
+    """Makes an accelerator the current one; nothing for CPU."""
+    if device.type in ("cpu", "meta", "mps"):
+        yield
+        return
+    before = torch.accelerator.current_device_index()
+    torch.accelerator.set_device_index(device.index or 0)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_device_index(before)

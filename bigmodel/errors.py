@@ -1,0 +1,49 @@
+"""Every error that bigmodel raises on purpose.
+
+Each one also derives from the built-in type that existing scripts catch for the same mistake, so `except ValueError` goes on working.
+A message tells what happened, to which name, with which numbers, and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BigModelError",
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "DispatchError",
+    "MatchError",
+    "MissingPackageError",
+    "PlanError",
+]
+
+
+class BigModelError(Exception):
+    """Base of all errors raised by bigmodel."""
+
+
+class PlanError(BigModelError, ValueError):
+    """A model, a budget or a device map that cannot be planned with."""
+
+
+class CheckpointError(BigModelError, ValueError):
+    """A checkpoint that is damaged, ambiguous, unsafe or not what it says."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """A checkpoint, or a file that its index names, is not there."""
+
+    # OSError formats its arguments as "[Errno …]"; the message is the whole story here.
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class MatchError(CheckpointError, RuntimeError):
+    """Checkpoint and model do not fit each other: missing, unexpected or misshapen tensors, lost scales."""
+
+
+class DispatchError(BigModelError, RuntimeError):
+    """A dispatched model is asked for something that it cannot do without being wrong."""
+
+
+class MissingPackageError(BigModelError, ImportError):
+    """An optional package is needed; the message says which, and how to install it."""

@@ -1,0 +1,72 @@
+"""One progress bar for long work: in bytes, on the main process only, with a switch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from tqdm import tqdm
+
+__all__ = ["Progress", "ProgressCallback", "environment_flag"]
+
+ProgressCallback = Callable[[int, int], None]
+"""Called with bytes done and bytes in all."""
+
+
+def environment_flag(name: str, default: bool = False) -> bool:
+    """Whether `BIGMODEL_<name>` (or its alias `ACCELERATE_<name>`) says yes: 1, true, yes, y, on. Raises ValueError on other words."""
+    for prefix in ("BIGMODEL_", "ACCELERATE_"):
+        value = os.environ.get(prefix + name)
+        if value is None:
+            continue
+        if value.lower() in ("1", "true", "yes", "y", "t", "on"):
+            return True
+        if value.lower() in ("0", "false", "no", "n", "f", "off", ""):
+            return False
+        raise ValueError(f"Environment variable {prefix}{name} is {value!r}: use 1 or 0.")
+    return default
+
+
+class Progress:
+    """A progress bar in bytes, safe to be advanced from several threads.
+
+    `show=None` shows it on an interactive terminal, on the main process (`RANK` unset or 0), unless `BIGMODEL_QUIET=1`.
+    `callback(done_bytes, total_bytes)` is called at every step whether or not the bar is shown.
+    """
+
+    def __init__(self, total_bytes: int, description: str, *, show: bool | None = None, callback: ProgressCallback | None = None) -> None:
+        if show is None:
+            show = sys.stderr.isatty() and not environment_flag("QUIET")
+        self.total_bytes = total_bytes
+        self.done_bytes = 0
+        self._callback = callback
+        self._lock = threading.Lock()
+        self._bar = tqdm(
+            total=total_bytes,
+            desc=description,
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            disable=not show or os.environ.get("RANK", "0") != "0",
+        )
+
+    def advance(self, nbytes: int) -> None:
+        """Adds `nbytes` to what is done."""
+        with self._lock:
+            self.done_bytes += nbytes
+            self._bar.update(nbytes)
+            if self._callback is not None:
+                self._callback(self.done_bytes, self.total_bytes)
+
+    def close(self) -> None:
+        """Takes the bar off the screen's live line."""
+        self._bar.close()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
