@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import nn
 
 __all__ = [
+    "find_blocks",
     "find_tied_parameters",
     "get_non_persistent_buffers",
     "named_module_tensors",
@@ -62,3 +63,43 @@ def find_tied_parameters(model: nn.Module, **kwargs: object) -> list[list[str]]:
     Only identity counts: two parameters that share memory but are different objects are not tied.
     """
     return [sorted(names) for names in tensor_aliases(model).values() if len(names) > 1]
+
+
+def find_blocks(model: nn.Module, no_split_module_classes: str | Collection[str] | None = None) -> list[str]:
+    """Names of the modules that are never split across devices, outermost only, in the order of the model.
+
+    Blocks are the modules of the classes named in `no_split_module_classes`; without these, of those in the model's own
+    `_no_split_modules` (transformers); without these either, the repeated children of the model's `ModuleList`s. Where lists of the same
+    kind are nested (stages of layers), the longer list holds the blocks.
+    """
+    classes = no_split_module_classes or getattr(model, "_no_split_modules", None)
+    if classes:
+        classes = {classes} if isinstance(classes, str) else set(classes)
+        return _outermost(model, "", lambda module: type(module).__name__ in classes)
+    return _repeated_children(model, "")[0]
+
+
+def _outermost(module: nn.Module, name: str, is_block: Callable[[nn.Module], bool]) -> list[str]:
+    if name and is_block(module):
+        return [name]
+    return [block for child_name, child in _children(module, name) for block in _outermost(child, child_name, is_block)]
+
+
+def _children(module: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+    return [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
+
+
+def _repeated_children(module: nn.Module, name: str) -> tuple[list[str], int]:
+    """Blocks below `module`, and the length of the longest list that they come from (0 without blocks)."""
+    children = _children(module, name)
+    below = [_repeated_children(child, child_name) for child_name, child in children]
+    longest = max((length for _, length in below), default=0)
+    is_list = (
+        isinstance(module, nn.ModuleList)
+        and len(children) > 1
+        and len({type(child) for _, child in children}) == 1
+        and any(True for _ in module.parameters())
+    )
+    if is_list and len(children) >= longest:
+        return [child_name for child_name, _ in children], len(children)
+    return [block for blocks, _ in below for block in blocks], longest
