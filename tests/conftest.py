@@ -1,0 +1,104 @@
+"""The simulated accelerator as fixtures: `accelerators` gives a test devices, `execution_device` runs it on CPU and on a device.
+
+See tests/simulator/README.md.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "simulator"))
+
+import simdev
+
+AcceleratorsFactory = Callable[..., list[torch.device]]
+
+_build_error: simdev.SimulatorBuildError | None = None
+_failed = pytest.StashKey[bool]()
+
+
+def _needs_simulator(item: pytest.Item) -> bool:
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return "accelerators" in getattr(item, "fixturenames", ()) or str(parameters.get("execution_device", "cpu")) != "cpu"
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # Before the first test, so that torch looks the same to all tests of a run; and only where a test needs it, since the first
+    # build takes a minute. A failure is told to the tests that need the simulator: they fail, the others run.
+    global _build_error
+    if session.config.option.collectonly or not any(map(_needs_simulator, session.items)):
+        return
+    try:
+        simdev.register()
+    except simdev.SimulatorBuildError as error:
+        _build_error = error
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if report.failed:
+        item.stash[_failed] = True
+    return report
+
+
+def _simulator() -> ModuleType:
+    if _build_error is not None:
+        pytest.fail(str(_build_error), pytrace=False)
+    return simdev.register()
+
+
+@pytest.fixture
+def accelerators(request: pytest.FixtureRequest) -> Iterator[AcceleratorsFactory]:
+    """Makes simulated accelerators: `devices = accelerators(2, memory="64MiB", h2d_gbps=2.0)`; without the call there are none.
+
+    Arguments: `count`; `memory`, a size for all or a list of one each; `check_leaks`; and any of `simdev.settings.DEFAULTS` (poison and
+    sanitizer are on). Called again, it replaces the devices by others. After the test they are gone, and the test has failed if the
+    sanitizer found accesses in no order, or if bytes are still allocated after garbage collection and `check_leaks` is true.
+    """
+    simulator = _simulator()
+    checks_leaks = True
+
+    def make(
+        count: int = 1, *, memory: int | str | Sequence[int | str] = "256MiB", check_leaks: bool = True, **settings: Any
+    ) -> list[torch.device]:
+        nonlocal checks_leaks
+        checks_leaks = check_leaks
+        return simulator.set_up(count, memory, **settings)
+
+    yield make
+
+    try:
+        for index in range(simulator.device_count()):
+            simulator.synchronize(index)
+        hazards = simulator.take_hazards()
+        failed = request.node.stash.get(_failed, False)  # its traceback keeps its tensors alive
+        leaks = {} if failed or not checks_leaks else _leaked_bytes(simulator)
+    finally:
+        simulator.tear_down()
+    if hazards:
+        pytest.fail("The sanitizer found accesses that nothing orders:\n" + "\n".join(hazards), pytrace=False)
+    if leaks:
+        pytest.fail(f"Bytes still allocated on devices after the test, by device index: {leaks}", pytrace=False)
+
+
+def _leaked_bytes(simulator: ModuleType) -> dict[int, int]:
+    gc.collect()
+    allocated = {index: simulator.memory_allocated(index) for index in range(simulator.device_count())}
+    return {index: count for index, count in allocated.items() if count}
+
+
+@pytest.fixture(params=["cpu", "sim:0"])
+def execution_device(request: pytest.FixtureRequest) -> torch.device:
+    """A device to compute on: the test runs on the CPU, and again on a simulated accelerator of 256 MiB with poison and sanitizer on."""
+    if request.param == "cpu":
+        return torch.device("cpu")
+    return request.getfixturevalue("accelerators")(1)[0]
