@@ -1,0 +1,14 @@
+"""File formats: each reads the headers of its files into entries."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .header import Format, Header
+from .safetensors import SafetensorsFormat
+from .torch_zip import TorchZipFormat
+
+__all__ = ["FORMATS", "Format", "Header"]
+
+FORMATS: Final[tuple[Format, ...]] = (SafetensorsFormat(), TorchZipFormat())
+"""Known formats. Where a folder holds several, the first of these wins."""

@@ -1,0 +1,85 @@
+"""One tensor in a checkpoint: which bytes of which file, and how they are to be read."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..errors import CheckpointError, CheckpointNotFoundError
+
+__all__ = ["Entry", "FileIdentity", "contiguous_strides", "span_elements"]
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides (elements) of a row-major tensor of `shape`."""
+    strides = [1] * len(shape)
+    for dimension in range(len(shape) - 2, -1, -1):
+        strides[dimension] = strides[dimension + 1] * max(shape[dimension + 1], 1)
+    return tuple(strides)
+
+
+def span_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to the last one of a strided tensor, both included; 0 for an empty one."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """What tells whether a file is still the one that was read: changed contents move at least one of these."""
+
+    size_bytes: int
+    modified_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, file: Path | int) -> FileIdentity:
+        """The identity of a path or an open descriptor. Raises `CheckpointNotFoundError`."""
+        try:
+            found = os.stat(file)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f"{file}: there is no such file.") from error
+        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
+
+    def check(self, now: FileIdentity, file: Path) -> None:
+        """Raises `CheckpointError` when `now` differs, naming the file and what differs."""
+        if self == now:
+            return
+        if self.size_bytes != now.size_bytes:
+            change = f"it had {self.size_bytes} bytes and has {now.size_bytes} now"
+        elif self.inode != now.inode:
+            change = "another file has taken its place"
+        else:
+            change = "it was written to"
+        raise CheckpointError(f"{file}: the file has changed since it was opened ({change}). Load the model again.")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor in a checkpoint."""
+
+    name: str
+    file: Path
+    offset: int
+    """Bytes from the start of the file to the first element."""
+    nbytes: int
+    """Bytes from the first element to the end of the last one."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+    """Elements between neighbours in each dimension; None for a contiguous tensor."""
+
+    @property
+    def element_strides(self) -> tuple[int, ...]:
+        """Strides in elements, also where the tensor is contiguous."""
+        return contiguous_strides(self.shape) if self.strides is None else self.strides
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)

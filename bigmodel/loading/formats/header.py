@@ -1,0 +1,43 @@
+"""What every format reads from a file: its entries, and nothing of their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from ..entry import Entry
+
+__all__ = ["Format", "Header"]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The table of contents of one file."""
+
+    entries: tuple[Entry, ...]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+class Format(Protocol):
+    """A file format. To add one, write a module with this and list it in `formats/__init__.py`."""
+
+    @property
+    def name(self) -> str:
+        """The format's name, as `Checkpoint.format` gives it."""
+        ...
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """File name endings, lower case."""
+        ...
+
+    @property
+    def usual_names(self) -> tuple[str, ...]:
+        """Stems of the files that libraries write, most usual first: they win over other files in a folder."""
+        ...
+
+    def read_header(self, file: Path) -> Header:
+        """Entries and metadata of `file`. Raises `CheckpointError`, naming the file."""
+        ...

@@ -1,0 +1,170 @@
+"""The header of a safetensors file, checked as if a stranger had written it.
+
+Format: https://huggingface.co/docs/safetensors — eight bytes (length of the header, little endian), the header (JSON), then the tensors'
+bytes without holes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ...errors import CheckpointError, CheckpointNotFoundError
+from ..entry import Entry
+from .header import Header
+
+__all__ = ["DTYPE_NAMES", "SafetensorsFormat"]
+
+MAX_HEADER_BYTES: Final = 100_000_000
+"""The limit of the safetensors library."""
+MAX_DIMENSIONS: Final = 64
+"""torch has no tensors of more."""
+
+DTYPES: Final[dict[str, torch.dtype]] = {
+    name: getattr(torch, attribute)
+    for name, attribute in {
+        "BOOL": "bool",
+        "U8": "uint8",
+        "I8": "int8",
+        "U16": "uint16",
+        "I16": "int16",
+        "U32": "uint32",
+        "I32": "int32",
+        "U64": "uint64",
+        "I64": "int64",
+        "F16": "float16",
+        "BF16": "bfloat16",
+        "F32": "float32",
+        "F64": "float64",
+        "C64": "complex64",
+        "F8_E4M3": "float8_e4m3fn",
+        "F8_E5M2": "float8_e5m2",
+        "F8_E8M0": "float8_e8m0fnu",
+        "F8_E4M3FNUZ": "float8_e4m3fnuz",
+        "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    }.items()
+    if hasattr(torch, attribute)
+}
+DTYPE_NAMES: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES.items()}
+"""torch dtype → its name in a safetensors header."""
+
+
+class SafetensorsFormat:
+    """safetensors."""
+
+    name = "safetensors"
+    suffixes = (".safetensors",)
+    usual_names = ("model", "diffusion_pytorch_model", "adapter_model")
+
+    def read_header(self, file: Path) -> Header:
+        """Entries in file order, and the file's own metadata.
+
+        Raises `CheckpointError` on a damaged header and on a file that is shorter or longer than its header says (with both sizes).
+        """
+        try:
+            with open(file, "rb") as stream:
+                size_bytes = stream.seek(0, 2)
+                stream.seek(0)
+                start = stream.read(8)
+                if len(start) < 8:
+                    raise CheckpointError(f"{file}: expected at least 8 bytes, found {len(start)}; the file is empty or truncated.")
+                header_bytes = int.from_bytes(start, "little")
+                if header_bytes > MAX_HEADER_BYTES:
+                    raise CheckpointError(
+                        f"{file}: its header claims {header_bytes} bytes, more than the {MAX_HEADER_BYTES} that safetensors allows; "
+                        "this is no safetensors file, or a damaged one."
+                    )
+                if 8 + header_bytes > size_bytes:
+                    raise CheckpointError(
+                        f"{file}: truncated within its header: expected at least {8 + header_bytes} bytes, found {size_bytes}. "
+                        "Get it again."
+                    )
+                text = stream.read(header_bytes)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f"{file}: there is no such file.") from error
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read: {error}.") from error
+        table = _parsed(text, file)
+        metadata = _metadata(table.pop("__metadata__", None), file)
+        entries = sorted((_entry(name, value, 8 + header_bytes, file) for name, value in table.items()), key=_place)
+        _check_layout(entries, 8 + header_bytes, size_bytes, file)
+        return Header(tuple(entries), metadata)
+
+
+def _place(entry: Entry) -> tuple[int, int]:
+    return entry.offset, entry.nbytes
+
+
+def _parsed(text: bytes, file: Path) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise CheckpointError(f"{file}: its header holds {twice!r} twice.")
+        return table
+
+    try:
+        table = json.loads(text.decode("utf-8"), object_pairs_hook=once)
+    # RecursionError: thousands of nested brackets. ValueError: no UTF-8, no JSON, or a number of thousands of digits.
+    except (RecursionError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{file}: its header is not valid JSON ({type(error).__name__}: {str(error)[:200]}).") from error
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{file}: its header is not a JSON object.")
+    return table
+
+
+def _metadata(found: Any, file: Path) -> dict[str, str]:
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise CheckpointError(f"{file}: '__metadata__' in its header is not an object of strings.")
+    return found
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _entry(name: str, value: Any, data_start: int, file: Path) -> Entry:
+    try:
+        dtype_name, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{file}: the header of {name!r} lacks 'dtype', 'shape' or two 'data_offsets'.") from error
+    if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
+        raise CheckpointError(f"{file}: {name!r} has the unknown dtype {str(dtype_name)[:40]!r}; known are {', '.join(DTYPES)}.")
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(_is_size(size) for size in shape):
+        raise CheckpointError(f"{file}: {name!r} has an impossible shape {str(shape)[:100]}.")
+    if not _is_size(begin) or not _is_size(end) or begin > end:
+        raise CheckpointError(f"{file}: {name!r} has impossible offsets [{str(begin)[:40]}, {str(end)[:40]}].")
+    dtype = DTYPES[dtype_name]
+    needed = math.prod(shape) * dtype.itemsize
+    if needed != end - begin:
+        raise CheckpointError(
+            f"{file}: {name!r} of shape {shape} and dtype {dtype_name} needs {needed} bytes; its offsets hold {end - begin}."
+        )
+    return Entry(name, file, data_start + begin, end - begin, dtype, tuple(shape))
+
+
+def _check_layout(entries: list[Entry], data_start: int, size_bytes: int, file: Path) -> None:
+    position = data_start
+    previous = "the header"
+    for entry in entries:
+        if entry.offset < position:
+            raise CheckpointError(f"{file}: the bytes of {previous!r} and {entry.name!r} overlap ({position - entry.offset} bytes).")
+        if entry.offset > position:
+            raise CheckpointError(f"{file}: {entry.offset - position} bytes between {previous!r} and {entry.name!r} belong to no tensor.")
+        position = entry.offset + entry.nbytes
+        previous = entry.name
+    if position > size_bytes:
+        raise CheckpointError(f"{file}: truncated: expected {position} bytes, found {size_bytes}. Get it again.")
+    if position < size_bytes:
+        raise CheckpointError(
+            f"{file}: expected {position} bytes, found {size_bytes}; {size_bytes - position} at the end belong to no tensor."
+        )

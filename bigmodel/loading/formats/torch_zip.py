@@ -1,0 +1,155 @@
+"""The contents of a file written by `torch.save`: names, shapes and strides by torch's own safe unpickler, offsets from the zip directory.
+
+Since torch 1.6 such a file is a zip archive without compression: `data.pkl` and one record `data/<key>` for the bytes of each storage
+(https://docs.pytorch.org/docs/stable/notes/serialization.html). Nothing of the storages is read here: the file is mapped.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ...errors import CheckpointError, CheckpointNotFoundError
+from ..entry import Entry, span_elements
+from .header import Header
+
+__all__ = ["TorchZipFormat"]
+
+ZIP_MAGIC: Final = b"PK"
+LOCAL_HEADER_BYTES: Final = 30
+PAGE_BYTES: Final = 4096
+
+
+class TorchZipFormat:
+    """torch.save's zip archives, read with `weights_only` always."""
+
+    name = "torch"
+    suffixes = (".bin", ".pt", ".pth", ".ckpt")
+    usual_names = ("pytorch_model", "model", "diffusion_pytorch_model", "adapter_model")
+
+    def read_header(self, file: Path) -> Header:
+        """Entries of the state dict in `file`, with the place of their bytes inside the archive.
+
+        Raises `CheckpointError` for a truncated or compressed archive, for one that holds more than plain tensors need, for a file of
+        torch before 1.6 (it says how to convert it), and for sparse or quantized tensors.
+        """
+        records = _records(file)
+        storages: list[torch.UntypedStorage] = []
+
+        def remember(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+            storages.append(storage)
+            return storage
+
+        try:
+            content = torch.load(str(file), map_location=remember, mmap=True, weights_only=True)  # type: ignore[arg-type]
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{file}: holds more than tensors and plain containers, and is not unpickled since that could run foreign code. "
+                f"Ask its author for safetensors. ({str(error).splitlines()[0][:300]})"
+            ) from error
+        except (RuntimeError, ValueError, EOFError, OSError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{file}: damaged: torch cannot read its contents ({str(error).splitlines()[0][:300]}).") from error
+        tensors = _tensors(content, file)
+        base = _base_address(storages, records, file)
+        return Header(tuple(_entry(name, tensor, base, file) for name, tensor in tensors.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    offset: int
+    nbytes: int
+
+
+def _records(file: Path) -> list[_Record]:
+    """The data records of the archive, in file order."""
+    try:
+        with open(file, "rb") as stream:
+            size_bytes = stream.seek(0, 2)
+            stream.seek(0)
+            if stream.read(2) != ZIP_MAGIC:
+                raise CheckpointError(
+                    f"{file}: not an archive of torch 1.6 or later. If torch can read it, convert it once: "
+                    f"torch.save(torch.load({str(file)!r}, weights_only=True), {str(file)!r})."
+                )
+            try:
+                archive = zipfile.ZipFile(stream)
+            except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+                raise CheckpointError(
+                    f"{file}: truncated or damaged: no archive directory at the end of its {size_bytes} bytes. Get it again."
+                ) from error
+            records = []
+            for info in archive.infolist():
+                if info.filename.endswith("/byteorder") and archive.read(info) != b"little":
+                    raise CheckpointError(f"{file}: written on a big-endian machine; load and save it there with safetensors.")
+                if "/data/" not in info.filename:
+                    continue
+                if info.compress_type != zipfile.ZIP_STORED:
+                    raise CheckpointError(f"{file}: {info.filename!r} is compressed; torch.save never does that.")
+                stream.seek(info.header_offset)
+                local = stream.read(LOCAL_HEADER_BYTES)
+                if len(local) < LOCAL_HEADER_BYTES:
+                    raise CheckpointError(
+                        f"{file}: truncated: {info.filename!r} is said to begin at byte {info.header_offset} of {size_bytes}."
+                    )
+                name_bytes, extra_bytes = struct.unpack("<HH", local[26:30])
+                offset = info.header_offset + LOCAL_HEADER_BYTES + name_bytes + extra_bytes
+                if offset + info.file_size > size_bytes:
+                    raise CheckpointError(
+                        f"{file}: truncated: expected at least {offset + info.file_size} bytes for {info.filename!r}, found {size_bytes}."
+                    )
+                records.append(_Record(offset, info.file_size))
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"{file}: there is no such file.") from error
+    except (zipfile.BadZipFile, UnicodeDecodeError, struct.error, EOFError, NotImplementedError) as error:
+        raise CheckpointError(f"{file}: damaged archive: {error}.") from error
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}.") from error
+    return sorted(records, key=lambda record: record.offset)
+
+
+def _tensors(content: Any, file: Path) -> dict[str, torch.Tensor]:
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{file}: holds a {type(content).__name__}, not a state dict (names → tensors).")
+    tensors = {name: value for name, value in content.items() if isinstance(name, str) and isinstance(value, torch.Tensor)}
+    if not tensors and content:
+        inner = [name for name, value in content.items() if isinstance(value, Mapping) and any(map(torch.is_tensor, value.values()))]
+        hint = f" Its item {inner[0]!r} is one: save that alone." if inner else ""
+        raise CheckpointError(f"{file}: holds no tensors at its top level, so it is no state dict.{hint}")
+    return tensors
+
+
+def _base_address(storages: list[torch.UntypedStorage], records: list[_Record], file: Path) -> int:
+    """The address at which torch has mapped the file: the one at which every storage lies on a record of at least its size.
+
+    torch does not tell which record a storage is. The mapping keeps distances, so the addresses tell.
+    """
+    found = sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes() > 0})
+    if not found:
+        return 0
+    sizes = {record.offset: record.nbytes for record in records}
+    bases = [
+        base
+        for record in records
+        if (base := found[0][0] - record.offset) % PAGE_BYTES == 0
+        and all(sizes.get(address - base, -1) >= nbytes for address, nbytes in found)
+    ]
+    if len(bases) != 1:
+        raise CheckpointError(f"{file}: damaged: its storages do not lie on the archive's records.")
+    return bases[0]
+
+
+def _entry(name: str, tensor: torch.Tensor, base: int, file: Path) -> Entry:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        raise CheckpointError(f"{file}: {name!r} is a sparse, quantized or lazily conjugated tensor; save it as a plain one.")
+    shape = tuple(tensor.shape)
+    strides = None if tensor.is_contiguous() else tuple(tensor.stride())
+    nbytes = span_elements(shape, tuple(tensor.stride())) * tensor.dtype.itemsize
+    offset = tensor.data_ptr() - base if nbytes else 0
+    return Entry(name, file, offset, nbytes, tensor.dtype, shape, strides)

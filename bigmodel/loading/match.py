@@ -1,0 +1,220 @@
+"""Which bytes of a checkpoint fill which tensor of a model, checked both ways before a byte is read."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+
+from ..errors import MatchError
+from ..modules import get_non_persistent_buffers, tensor_aliases
+from ..protocols import TensorSpec
+from .checkpoint import Checkpoint
+from .entry import Entry, FileIdentity
+from .keys import KeyRules, SameNames
+from .transfer import Computation, Transfer, lower
+
+__all__ = ["DtypeOf", "Match", "match"]
+
+DtypeOf = Callable[[str, TensorSpec, torch.dtype], torch.dtype]
+"""(name in the model, its shape and dtype there, dtype in the file) → the dtype that it shall have."""
+
+SCALE_ENDINGS: Final = ("_scale", "_scale_inv", ".scale", ".scales", ".absmax", ".SCB", "SCB")
+"""How the companions of packed weights are named, beside the weight: `weight_scale` (compressed-tensors, fbgemm), `weight_scale_inv`
+(DeepSeek), `SCB` (bitsandbytes 8-bit), `absmax` (bitsandbytes 4-bit). Only to be named in a message."""
+NAMES_SHOWN: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The transfers that fill a model, and everything that does not fit."""
+
+    transfers: Mapping[str, Transfer]
+    """By the first name of each tensor of the model."""
+    missing: tuple[str, ...]
+    """Tensors of the model that nothing fills: parameters, and buffers without values (on meta)."""
+    kept: tuple[str, ...]
+    """Persistent buffers that the file lacks and that keep the values they have."""
+    unexpected: tuple[str, ...]
+    """Entries that fill nothing."""
+    misshapen: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    """Name, shape in the model, shape in the checkpoint."""
+    refused: tuple[tuple[str, str], ...]
+    """Name, and why its entry must not be cast to the model's dtype."""
+    empty_buffers: tuple[str, ...]
+    """Buffers on meta that no checkpoint holds (non-persistent): they must be computed."""
+    aliases: Mapping[str, str]
+    """Other names of the same tensors (ties) → the name under which the transfer stands."""
+    location: str
+    available: tuple[str, ...]
+    """Names of all entries, for suggestions."""
+    identities: Mapping[Path, FileIdentity]
+    """The checkpoint's files as they were when it was opened."""
+
+    def check(self, *, strict: bool = False, allow_empty_buffers: bool = False) -> None:
+        """Raises `MatchError` with everything that would leave the model wrong; `strict` refuses unexpected entries and kept buffers too."""
+        problems = []
+        if self.missing:
+            problems.append(self._missing_story())
+        if self.misshapen:
+            lines = [f"{name}: {list(expected)} in the model, {list(found)} in the checkpoint" for name, expected, found in self.misshapen]
+            problems.append(f"shapes differ: {_some(lines, '; ')}")
+        if self.refused:
+            problems.append(f"values would be lost: {_some([f'{name} ({why})' for name, why in self.refused], '; ')}")
+        if self.empty_buffers and not allow_empty_buffers:
+            problems.append(
+                f"buffers without values that no checkpoint holds: {_some(self.empty_buffers)}; build the model under "
+                "init_empty_weights(include_buffers=False), or compute them before loading"
+            )
+        if strict and self.unexpected:
+            problems.append(f"unexpected in the checkpoint: {_some(self.unexpected)}")
+        if strict and self.kept:
+            problems.append(f"buffers missing in the checkpoint: {_some(self.kept)}")
+        if problems:
+            raise MatchError(
+                f"{self.location} does not fit the model. " + ". ".join(problem[0].upper() + problem[1:] for problem in problems) + "."
+            )
+
+    def _missing_story(self) -> str:
+        free = self.unexpected or self.available
+        lines = []
+        for name in self.missing[:NAMES_SHOWN]:
+            nearest = difflib.get_close_matches(name, free, n=1)
+            lines.append(f"{name}" + (f" (nearest in the checkpoint: {nearest[0]})" if nearest else ""))
+        if len(self.missing) > NAMES_SHOWN:
+            lines.append(f"and {len(self.missing) - NAMES_SHOWN} more")
+        return f"nothing fills {len(self.missing)} tensors of the model: {', '.join(lines)}{_prefix_hint(self.missing, self.available)}"
+
+
+def _some(items: Sequence[str], separator: str = ", ") -> str:
+    shown = separator.join(items[:NAMES_SHOWN])
+    return shown if len(items) <= NAMES_SHOWN else f"{shown}{separator}and {len(items) - NAMES_SHOWN} more"
+
+
+def _prefix_hint(missing: Sequence[str], available: Iterable[str]) -> str:
+    """What a constant prefix more or less on the names of the checkpoint would explain."""
+    names = set(available)
+    for name in missing[:1]:
+        for other in sorted(names):
+            if other.endswith("." + name):
+                prefix = other[: -len(name)]
+                if all(prefix + each in names for each in missing):
+                    return f'. The checkpoint\'s names start with {prefix!r}: load with Renamed(strip_prefix="{prefix}")'
+            if name.endswith("." + other):
+                prefix = name[: -len(other)]
+                if all(each.startswith(prefix) and each[len(prefix) :] in names for each in missing):
+                    return f'. The checkpoint\'s names lack {prefix!r}: load with Renamed(add_prefix="{prefix}")'
+    return ""
+
+
+def _targets(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, list[str]], list[str]]:
+    """Tensors of the state dict by first name, all their names, and the non-persistent buffers on meta."""
+    transient = get_non_persistent_buffers(model, recurse=True, fqns=True)
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    tensors |= {name: buffer for name, buffer in buffers.items() if name not in transient}
+    names: dict[str, list[str]] = {}
+    for every in tensor_aliases(model, include_buffers=True).values():
+        persistent = [name for name in every if name in tensors]
+        if persistent:
+            names[persistent[0]] = persistent
+    empty = [name for name, buffer in buffers.items() if name in transient and buffer.device.type == "meta"]
+    return tensors, names, empty
+
+
+def match(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    rules: KeyRules | None = None,
+    *,
+    dtype_of: DtypeOf | None = None,
+    ignore_missing: Sequence[str] = (),
+    ignore_unexpected: Sequence[str] = (),
+) -> Match:
+    """Pairs the tensors of `model` with the entries that fill them.
+
+    Tied tensors (one object under several names) are filled once, by whichever of their names the checkpoint has. `dtype_of` decides each
+    tensor's dtype (default: the model's own). Names that one of the regular expressions `ignore_missing` or `ignore_unexpected` finds are
+    not reported. Raises `MatchError` when a rule cannot be carried out; what does not fit is in the result, see `Match.check`.
+    """
+    tensors, names, empty = _targets(model)
+    specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    sources, unexpected = (rules or SameNames()).sources(checkpoint.entries, specs)
+    transfers: dict[str, Transfer] = {}
+    missing: list[str] = []
+    kept: list[str] = []
+    aliases: dict[str, str] = {}
+    misshapen: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+    refused: list[tuple[str, str]] = []
+    for first, every in names.items():
+        aliases.update(dict.fromkeys(every[1:], first))
+        filled = next((name for name in every if name in sources), None)
+        if filled is None:
+            if any(re.search(pattern, name) for pattern in ignore_missing for name in every):
+                continue
+            is_value = not isinstance(tensors[first], nn.Parameter) and tensors[first].device.type != "meta"
+            (kept if is_value else missing).append(first)
+            continue
+        transfer = lower(sources[filled], checkpoint.entries, first, specs[first].dtype)
+        if transfer.shape != specs[first].shape:
+            misshapen.append((first, specs[first].shape, transfer.shape))
+            continue
+        transfer, objection = _with_dtype(transfer, specs[first], dtype_of, checkpoint.entries)
+        if objection is not None:
+            refused.append((first, objection))
+            continue
+        transfers[first] = transfer
+    return Match(
+        transfers=transfers,
+        missing=tuple(missing),
+        kept=tuple(kept),
+        unexpected=tuple(name for name in unexpected if not any(re.search(pattern, name) for pattern in ignore_unexpected)),
+        misshapen=tuple(misshapen),
+        refused=tuple(refused),
+        empty_buffers=tuple(empty),
+        aliases=aliases,
+        location=str(checkpoint.location),
+        available=tuple(checkpoint.entries),
+        identities=checkpoint.identities,
+    )
+
+
+def _with_dtype(
+    transfer: Transfer, spec: TensorSpec, dtype_of: DtypeOf | None, entries: Mapping[str, Entry]
+) -> tuple[Transfer, str | None]:
+    """The transfer with the dtype that the tensor shall have, and why it must not get it (None when it may)."""
+    found = [piece.origin.dtype for piece in transfer.pieces if piece.origin.dtype is not None]
+    in_file = found[0] if found else spec.dtype
+    dtype = spec.dtype if dtype_of is None else dtype_of(transfer.target, spec, in_file)
+    transfer = Transfer(transfer.target, transfer.shape, dtype, transfer.pieces)
+    for piece in transfer.pieces:
+        if isinstance(piece.origin, Computation):
+            continue  # its function has done what had to be done with scales
+        why = _lossy(piece.origin.dtype, dtype)
+        if why is not None:
+            scale = next((name for name in (piece.origin.name + end for end in SCALE_ENDINGS) if name in entries), None)
+            return transfer, why + (f"; its scale {scale} would be ignored" if scale else "")
+    return transfer, None
+
+
+def _lossy(found: torch.dtype, wanted: torch.dtype) -> str | None:
+    """Why a plain cast from `found` to `wanted` would give other numbers than the checkpoint means; None when it would not."""
+    if found == wanted or found == torch.bool:
+        return None
+    if found.is_floating_point and wanted.is_floating_point:
+        if found.itemsize > 1 and wanted.itemsize > 1:
+            return None
+        return f"{found} in the checkpoint, {wanted} in the model: 8-bit floats need their scale, a plain cast loses it"
+    if not found.is_floating_point and not found.is_complex:
+        if wanted.is_floating_point and found.itemsize == 1:
+            return f"{found} in the checkpoint, {wanted} in the model: packed or quantized values need their scale, a plain cast loses it"
+        return None
+    if found.is_complex and wanted.is_complex:
+        return None
+    return f"{found} in the checkpoint, {wanted} in the model: a cast would destroy the values"

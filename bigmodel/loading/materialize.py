@@ -1,0 +1,131 @@
+"""Fills a model from what was matched: resident tensors on their devices, the rest left in the checkpoint. All or nothing."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ..device_map import covering_entry, normalized
+from ..devices import DeviceKey, as_device, as_key
+from ..errors import PlanError
+from ..modules import get_non_persistent_buffers
+from ..progress import Progress, ProgressCallback
+from .entry import Entry
+from .host_memory import empty_host_tensor
+from .match import Match
+from .reader import Reader
+from .replace import Replacement
+from .report import LoadReport
+from .store import CheckpointStore
+from .transfer import Transfer
+
+__all__ = ["check_covering", "materialize"]
+
+
+def check_covering(model: nn.Module, device_map: Mapping[str, object]) -> None:
+    """Raises `PlanError` for a tensor of the state dict without a device, and for entries of the map that name nothing of the model."""
+    transient = get_non_persistent_buffers(model, recurse=True, fqns=True)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in transient]
+    bare = [name for name in names if covering_entry(name, device_map) is None]
+    if bare:
+        more = f" and {len(bare) - 10} more" if len(bare) > 10 else ""
+        raise PlanError(f"{', '.join(bare[:10])}{more} doesn't have any device set. Add an entry to the device map; '' covers all.")
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)} | set(names) | transient
+    strangers = [name for name in device_map if name not in known]
+    if strangers:
+        raise PlanError(f"The device map names {', '.join(map(repr, strangers[:10]))}, but the model has no such module or tensor.")
+
+
+def materialize(
+    model: nn.Module,
+    match: Match,
+    device_map: Mapping[str, object] | None = None,
+    *,
+    offload_buffers: bool = False,
+    progress: bool | None = None,
+    progress_callback: ProgressCallback | None = None,
+) -> LoadReport:
+    """Gives every matched tensor its values, where the map says; without a map where it is, and on CPU if that is the meta device.
+
+    Tensors for `"disk"` become meta tensors of their final dtype, and `LoadReport.store` reads them; buffers among them only with
+    `offload_buffers`, otherwise they come to the CPU. Ties stay one object. Memory: what stays, plus at most `constants.RING_BYTES`. On any
+    error, Ctrl-C included, the model is what it was. Raises `PlanError`, and `CheckpointError` when a file has changed since it was opened.
+    """
+    started = time.perf_counter()
+    devices = None if device_map is None else normalized(device_map)
+    if devices is not None:
+        check_covering(model, devices)
+    names = _names(match)
+    tensors = dict(model.named_buffers(remove_duplicate=False)) | dict(model.named_parameters(remove_duplicate=False))
+    keys = {name: _device_of(tensors[name], every, devices, offload_buffers) for name, every in names.items()}
+    targets: dict[DeviceKey, torch.device] = {key: as_device(key) for key in set(keys.values()) if key != "disk"}
+    device_bytes: defaultdict[DeviceKey, int] = defaultdict(int)
+    jobs: list[tuple[Transfer, torch.Tensor]] = []
+    on_disk: dict[str, Transfer] = {}
+    for name, transfer in match.transfers.items():
+        device_bytes[keys[name]] += transfer.nbytes
+        if keys[name] == "disk":
+            on_disk[name] = transfer
+        else:
+            jobs.append((transfer, _empty(transfer, targets[keys[name]])))
+    reader = Reader(match.identities)
+    total = sum(piece_bytes for transfer, _ in jobs for piece_bytes in _piece_bytes(transfer))
+    try:
+        with Progress(total, "Loading", show=progress, callback=progress_callback) as bar:
+            bytes_read = reader.read(jobs, bar)
+        with Replacement(model) as replacement:
+            for transfer, tensor in jobs:
+                replacement.put(names[transfer.target], tensor)
+            for name, transfer in on_disk.items():
+                replacement.put(names[name], torch.empty(transfer.shape, dtype=transfer.dtype, device="meta"))
+    finally:
+        reader.close()
+    return LoadReport(
+        bytes_read=bytes_read,
+        seconds=time.perf_counter() - started,
+        device_bytes=dict(device_bytes),
+        missing=match.missing,
+        kept=match.kept,
+        unexpected=match.unexpected,
+        store=CheckpointStore(on_disk, match.identities) if on_disk else None,
+    )
+
+
+def _names(match: Match) -> dict[str, list[str]]:
+    names = {name: [name] for name in match.transfers}
+    for alias, first in match.aliases.items():
+        if first in names:
+            names[first].append(alias)
+    return names
+
+
+def _device_of(tensor: torch.Tensor, names: list[str], devices: Mapping[str, DeviceKey] | None, offload_buffers: bool) -> DeviceKey:
+    """Where a tensor goes: for a tied one, the first device among its names' that computes, so that no tie is pulled apart."""
+    if devices is None:
+        return "cpu" if tensor.device.type == "meta" else as_key(tensor.device)
+    entries = [covering_entry(name, devices) for name in names]
+    keys = [devices[entry] for entry in entries if entry is not None]
+    key = next((key for key in keys if key != "disk"), "disk")
+    return key if key != "disk" or offload_buffers or isinstance(tensor, nn.Parameter) else "cpu"
+
+
+def _empty(transfer: Transfer, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return empty_host_tensor(transfer.shape, transfer.dtype)
+    with torch.inference_mode(False):
+        return torch.empty(transfer.shape, dtype=transfer.dtype, device=device)
+
+
+def _piece_bytes(transfer: Transfer) -> list[int]:
+    sizes = []
+    for piece in transfer.pieces:
+        if isinstance(piece.origin, Entry):
+            sizes.append(torch.Size(piece.shape).numel() * piece.origin.dtype.itemsize)
+        else:
+            sizes += [size for part in piece.origin.inputs for size in _piece_bytes(part)]
+    return sizes

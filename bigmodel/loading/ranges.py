@@ -1,0 +1,173 @@
+"""From pieces to byte ranges: what is read where, in chunks of bounded size, merged where ranges are neighbours in the file."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from .entry import Entry, contiguous_strides
+from .transfer import Piece, Transfer
+
+__all__ = ["Batch", "Range", "batches", "ranges_of"]
+
+DIRECT_BYTES: Final = 8 << 20
+"""Longest read straight into place: long enough for any disk, short enough that several threads share one big tensor."""
+STAGED_BYTES: Final = 1 << 20
+"""Longest read that is cast or turned on the way: it stays in a core's cache between the read and the copy."""
+SHORTEST_RUN_BYTES: Final = 64 << 10
+"""Runs of a strided piece below this are cheaper read in one go and copied than read one by one."""
+GAP_BYTES: Final = 128 << 10
+"""Bytes between two ranges that are read and thrown away rather than asked for apart."""
+MAX_BUFFERS: Final = 512
+"""Buffers of one scattered read; systems allow 1024 (IOV_MAX)."""
+ALIGNMENT: Final = 64
+"""Of each staged range in staging memory, so that it can be seen as any dtype (bytes)."""
+
+_Dims = list[tuple[int, int, int]]
+"""Size, elements between neighbours in the file, elements between neighbours in the destination."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes of a file that are neighbours there, and the elements of the destination that they become."""
+
+    file: Path
+    offset: int
+    nbytes: int
+    destination: torch.Tensor
+    """All of it, flat."""
+    first: int
+    """Element of the destination that the range's first element becomes."""
+    dims: tuple[tuple[int, int, int], ...] | None
+    """None: the bytes are the elements, in order; read them into place. Otherwise as in `_Dims`: stage them and copy."""
+    dtype: torch.dtype
+    rounded: torch.dtype
+    """A dtype that the values pass through when it is neither the file's nor the destination's."""
+
+    @property
+    def staged_bytes(self) -> int:
+        """Staging memory that it takes."""
+        return 0 if self.dims is None else -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def filled_bytes(self) -> int:
+        """Bytes that become elements: fewer than those read where a strided view leaves some out."""
+        return self.nbytes if self.dims is None else math.prod(size for size, _, _ in self.dims) * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class Batch:
+    """Ranges that one scattered read brings, in file order, without overlaps."""
+
+    file: Path
+    ranges: list[Range]
+    staged_bytes: int = 0
+    nbytes: int = 0
+    """From the first byte to the last, gaps included."""
+    filled_bytes: int = 0
+    """Bytes that become elements."""
+
+
+def _merged(piece: Piece, target_strides: tuple[int, ...]) -> _Dims:
+    """The dimensions of a piece in file order, neighbours merged where both sides allow it."""
+    dims = sorted(
+        (
+            (size, source, target)
+            for size, source, target in zip(piece.shape, piece.source_strides, target_strides, strict=True)
+            if size != 1
+        ),
+        key=lambda dim: -dim[1],
+    )
+    merged: _Dims = []
+    for size, source, target in dims:
+        if merged and merged[-1][1] == size * source and merged[-1][2] == size * target:
+            merged[-1] = (merged[-1][0] * size, source, target)
+        else:
+            merged.append((size, source, target))
+    return merged
+
+
+def _span(dims: _Dims) -> int:
+    return 1 + sum((size - 1) * source for size, source, _ in dims)
+
+
+def _chunks(dims: _Dims, limit: int, source: int, target: int) -> Iterator[tuple[int, int, _Dims]]:
+    """Parts of a piece whose span in the file is at most `limit` elements: first element there, in the destination, dimensions."""
+    if not dims or _span(dims) <= limit:
+        yield source, target, dims
+        return
+    (size, source_step, target_step), inner = dims[0], dims[1:]
+    count = max(1, (limit - _span(inner)) // source_step + 1)
+    for start in range(0, size, count):
+        number = min(count, size - start)
+        rest = inner if number == 1 else [(number, source_step, target_step), *inner]
+        yield from _chunks(rest, limit, source + start * source_step, target + start * target_step)
+
+
+def ranges_of(transfer: Transfer, destination: torch.Tensor) -> Iterator[Range]:
+    """The ranges that fill `destination` (contiguous) from the files; computed pieces are left out."""
+    strides = contiguous_strides(transfer.shape)
+    flat = destination.detach().reshape(-1)
+    for piece in transfer.pieces:
+        if isinstance(piece.origin, Entry) and 0 not in piece.shape:
+            yield from _ranges_of_piece(piece, piece.origin, strides, flat, transfer.dtype)
+
+
+def _ranges_of_piece(piece: Piece, entry: Entry, strides: tuple[int, ...], flat: torch.Tensor, rounded: torch.dtype) -> Iterator[Range]:
+    item = entry.dtype.itemsize
+    first = sum(start * stride for start, stride in zip(piece.start, strides, strict=True))
+    dims = _merged(piece, strides)
+    in_order = not dims or dims[-1][1:] == (1, 1)
+    run = dims[-1][0] if dims and in_order else 1
+    direct = (
+        flat.device.type == "cpu"
+        and entry.dtype == rounded == flat.dtype
+        and in_order
+        and (len(dims) <= 1 or run * item >= SHORTEST_RUN_BYTES)
+    )
+    limit = max(1, (DIRECT_BYTES if direct else STAGED_BYTES) // item)
+    if direct:
+        for position in itertools.product(*(range(size) for size, _, _ in dims[:-1])):
+            source = piece.source_offset + sum(index * step for index, (_, step, _) in zip(position, dims, strict=False))
+            target = first + sum(index * step for index, (_, _, step) in zip(position, dims, strict=False))
+            for start in range(0, run, limit):
+                number = min(limit, run - start)
+                yield Range(
+                    entry.file, entry.offset + (source + start) * item, number * item, flat, target + start, None, entry.dtype, rounded
+                )
+        return
+    for source, target, part in _chunks(dims, limit, piece.source_offset, first):
+        nbytes = _span(part) * item
+        yield Range(entry.file, entry.offset + source * item, nbytes, flat, target, tuple(part), entry.dtype, rounded)
+
+
+def batches(ranges: Iterable[Range]) -> Iterator[Batch]:
+    """Ranges in file order, neighbours together as far as staging memory, size and number of buffers allow."""
+    batch: Batch | None = None
+    end = 0
+    for each in sorted(ranges, key=lambda one: (one.file, one.offset)):
+        gap = each.offset - end
+        if (
+            batch is None
+            or batch.file != each.file
+            or not 0 <= gap <= GAP_BYTES
+            or len(batch.ranges) >= MAX_BUFFERS
+            or batch.nbytes + gap + each.nbytes > DIRECT_BYTES
+            or batch.staged_bytes + each.staged_bytes > STAGED_BYTES
+        ):
+            if batch is not None:
+                yield batch
+            batch, gap = Batch(each.file, []), 0
+        batch.ranges.append(each)
+        batch.staged_bytes += each.staged_bytes
+        batch.nbytes += gap + each.nbytes
+        batch.filled_bytes += each.filled_bytes
+        end = each.offset + each.nbytes
+    if batch is not None:
+        yield batch

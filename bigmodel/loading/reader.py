@@ -1,0 +1,174 @@
+"""How bytes of checkpoints become tensors: in file order, by several threads, through bounded memory, straight into place."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from ..errors import MatchError
+from ..progress import Progress
+from .entry import FileIdentity, contiguous_strides
+from .files import OpenFiles, read_scattered
+from .host_memory import empty_host_tensor
+from .ranges import ALIGNMENT, GAP_BYTES, STAGED_BYTES, Batch, Range, batches, ranges_of
+from .transfer import Computation, Piece, Transfer
+from .workers import worker_count, workers
+
+__all__ = ["Reader"]
+
+INLINE_BYTES: Final = 512 << 10
+"""Reads up to this are done by the caller's own thread: handing them over costs more."""
+
+
+class Reader:
+    """Reads transfers into tensors. Safe to be used by several threads at once.
+
+    `identities` are the files as they were when the checkpoint was opened; a file without one is taken as it is at its first read.
+    """
+
+    def __init__(self, identities: Mapping[Path, FileIdentity] | None = None) -> None:
+        self._files = OpenFiles(identities)
+
+    def read(self, jobs: Sequence[tuple[Transfer, torch.Tensor]], progress: Progress | None = None) -> int:
+        """Fills each tensor (contiguous, of the transfer's shape, on any device, any float dtype where the transfer's is one).
+
+        Values are those of the transfer's dtype, then cast to the tensor's. Staging memory beside the tensors is at most
+        `constants.RING_BYTES`. Returns the bytes of the files that became elements. Raises `CheckpointError` when a file has changed or
+        ends early; what the tensors hold then is undefined.
+        """
+        ranges: list[Range] = []
+        computed: list[tuple[Piece, Transfer, torch.Tensor]] = []
+        for transfer, destination in jobs:
+            if tuple(destination.shape) != transfer.shape or not destination.is_contiguous():
+                raise ValueError(f"{transfer.target!r}: the destination must be contiguous and of shape {list(transfer.shape)}.")
+            ranges += ranges_of(transfer, destination)
+            computed += [(piece, transfer, destination) for piece in transfer.pieces if isinstance(piece.origin, Computation)]
+        total = self._read_ranges(ranges, progress)
+        for piece, transfer, destination in computed:
+            total += self._compute(piece, transfer, destination, progress)
+        return total
+
+    def close(self) -> None:
+        """Closes the files; a later read opens them again."""
+        self._files.close()
+
+    def _read_ranges(self, ranges: list[Range], progress: Progress | None) -> int:
+        if not ranges:
+            return 0
+        descriptors = self._files.checked({each.file for each in ranges})
+        work = list(batches(ranges))
+        total = sum(batch.filled_bytes for batch in work)
+        if len(work) == 1 or total <= INLINE_BYTES:
+            _drain(iter(work), descriptors, progress, threading.Event())
+            return total
+        pending = _Shared(iter(work))
+        stop = threading.Event()
+        pool = workers()
+        futures = [pool.submit(_drain, pending, descriptors, progress, stop) for _ in range(min(worker_count(), len(work)))]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            # An error or Ctrl-C: nobody may write into the destinations once this has returned.
+            stop.set()
+            for future in futures:
+                future.cancel()
+            for future in futures:
+                if not future.cancelled():
+                    future.exception()
+        return total
+
+    def _compute(self, piece: Piece, transfer: Transfer, destination: torch.Tensor, progress: Progress | None) -> int:
+        computation = piece.origin
+        assert isinstance(computation, Computation)
+        inputs = [empty_host_tensor(part.shape, part.dtype) for part in computation.inputs]
+        total = self.read(list(zip(computation.inputs, inputs, strict=True)), progress)
+        result = computation.function(inputs)
+        del inputs
+        if tuple(result.shape) != computation.shape:
+            raise MatchError(
+                f"{transfer.target!r}: its key rule promised a tensor of shape {list(computation.shape)}, "
+                f"and made one of {list(result.shape)}."
+            )
+        result = result.detach().contiguous()
+        view = result.as_strided(piece.shape, piece.source_strides, result.storage_offset() + piece.source_offset)
+        strides = contiguous_strides(transfer.shape)
+        first = sum(start * stride for start, stride in zip(piece.start, strides, strict=True))
+        flat = destination.detach().reshape(-1)
+        with torch.inference_mode():
+            _copy(flat.as_strided(piece.shape, strides, flat.storage_offset() + first), view, transfer.dtype)
+        return total
+
+
+class _Shared:
+    """An iterator that several threads take from."""
+
+    def __init__(self, items: Iterator[Batch]) -> None:
+        self._items = items
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> _Shared:
+        return self
+
+    def __next__(self) -> Batch:
+        with self._lock:
+            return next(self._items)
+
+
+def _drain(work: Iterator[Batch], descriptors: Mapping[Path, int], progress: Progress | None, stop: threading.Event) -> None:
+    staging = None
+    try:
+        # Destinations may be tensors made in inference mode, which no other mode may write to.
+        with torch.inference_mode():
+            for batch in work:
+                if stop.is_set():
+                    return
+                if staging is None and (batch.staged_bytes or len(batch.ranges) > 1):
+                    staging = torch.empty(STAGED_BYTES + GAP_BYTES + ALIGNMENT, dtype=torch.uint8, device="cpu")
+                _read_batch(batch, descriptors[batch.file], staging)
+                if progress is not None:
+                    progress.advance(batch.filled_bytes)
+    except BaseException:
+        stop.set()
+        raise
+
+
+def _read_batch(batch: Batch, descriptor: int, staging: torch.Tensor | None) -> None:
+    buffers: list[memoryview] = []
+    copies: list[tuple[Range, torch.Tensor]] = []
+    position = batch.ranges[0].offset
+    used = 0
+    for each in batch.ranges:
+        if each.offset > position:
+            assert staging is not None
+            buffers.append(_memory(staging[-GAP_BYTES:][: each.offset - position]))
+        if each.dims is None:
+            buffers.append(_memory(each.destination[each.first : each.first + each.nbytes // each.dtype.itemsize]))
+        else:
+            assert staging is not None
+            part = staging[used : used + each.nbytes]
+            used += each.staged_bytes
+            buffers.append(_memory(part))
+            copies.append((each, part))
+        position = each.offset + each.nbytes
+    read_scattered(descriptor, buffers, batch.ranges[0].offset, batch.file)
+    for each, part in copies:
+        assert each.dims is not None
+        sizes = [size for size, _, _ in each.dims]
+        values = part.view(each.dtype).as_strided(sizes, [source for _, source, _ in each.dims])
+        place = each.destination.as_strided(sizes, [target for _, _, target in each.dims], each.destination.storage_offset() + each.first)
+        _copy(place, values, each.rounded)
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy().data)
+
+
+def _copy(place: torch.Tensor, values: torch.Tensor, rounded: torch.dtype) -> None:
+    if rounded not in (values.dtype, place.dtype):
+        values = values.to(rounded)
+    place.copy_(values)

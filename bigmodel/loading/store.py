@@ -1,0 +1,101 @@
+"""The disk tier: offloaded tensors rest in the checkpoint that they came with."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..protocols import Read, TensorSpec
+from .entry import FileIdentity
+from .reader import Reader
+from .transfer import Transfer
+
+__all__ = ["CheckpointStore"]
+
+
+class CheckpointStore:
+    """Reads tensors from the files of a checkpoint, as a `bigmodel.protocols.Store`.
+
+    Nothing is ever written to the files: a tensor that is replaced lives in RAM from then on. A copy (`copy.deepcopy`) has replacements of
+    its own and shares the open files; a pickled one opens them again.
+    """
+
+    def __init__(self, transfers: Mapping[str, Transfer], identities: Mapping[Path, FileIdentity] | None = None) -> None:
+        self._transfers = dict(transfers)
+        self._reader = Reader(identities)
+        self._replaced: dict[str, torch.Tensor] = {}
+
+    @property
+    def kind(self) -> str:
+        """Always `"disk"`."""
+        return "disk"
+
+    @property
+    def transfers(self) -> Mapping[str, Transfer]:
+        """What each tensor is read from."""
+        return self._transfers
+
+    def names(self) -> Collection[str]:
+        """The full names of the tensors kept here."""
+        return self._transfers.keys()
+
+    def spec(self, name: str) -> TensorSpec:
+        """Shape and dtype that `name` is read with by default. Raises KeyError."""
+        transfer = self._transfers[name]
+        return TensorSpec(transfer.shape, transfer.dtype)
+
+    def read_into(self, reads: Sequence[Read]) -> None:
+        """Fills every destination. Raises `CheckpointError` when a file has changed since the checkpoint was opened."""
+        jobs = []
+        for read in reads:
+            replaced = self._replaced.get(read.name)
+            if replaced is None:
+                jobs.append((self._transfers[read.name], read.destination))
+            else:
+                read.destination.detach().copy_(replaced)
+        if jobs:
+            self._reader.read(jobs)
+
+    def read_rows(self, name: str, rows: torch.Tensor, destination: torch.Tensor) -> None:
+        """Fills `destination` (n, …) with the rows `rows` (n, int64, on CPU) of the first dimension of `name`.
+
+        Only the bytes of these rows are read; neighbours in `rows` that are neighbours in the file are read together. Raises IndexError.
+        """
+        transfer = self._transfers[name]
+        wanted = rows.tolist()
+        if wanted and not (min(wanted) >= 0 and max(wanted) < transfer.shape[0]):
+            raise IndexError(f"{name!r} has rows 0 to {transfer.shape[0] - 1}; asked for {min(wanted)} to {max(wanted)}.")
+        replaced = self._replaced.get(name)
+        if replaced is not None:
+            destination.detach().copy_(replaced[rows])
+            return
+        self._reader.read([(transfer.rows(row, count), destination[place : place + count]) for place, row, count in _runs(wanted)])
+
+    def write(self, name: str, value: torch.Tensor) -> None:
+        """Replaces the value of `name` (same shape; any floating dtype) in RAM. Raises KeyError, and ValueError for another shape."""
+        spec = self.spec(name)
+        if tuple(value.shape) != spec.shape:
+            raise ValueError(f"{name!r} has shape {list(spec.shape)}; the new value has {list(value.shape)}.")
+        self._replaced[name] = value.detach().to(device="cpu", dtype=spec.dtype, copy=True)
+
+    def close(self) -> None:
+        """Closes the files; a later read opens them again."""
+        self._reader.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointStore:
+        twin = CheckpointStore(self._transfers)
+        twin._reader = self._reader
+        twin._replaced = copy.deepcopy(self._replaced, memo)
+        return twin
+
+
+def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Runs of consecutive rows: place of the first one in `rows`, the row, how many."""
+    for _, group in itertools.groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
+        run = list(group)
+        yield run[0][0], run[0][1], len(run)

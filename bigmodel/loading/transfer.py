@@ -1,0 +1,207 @@
+"""All ranges of files that fill one tensor, as strided views: what the reader needs to read them straight into place."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..errors import MatchError
+from .entry import Entry, contiguous_strides
+from .keys import Computed, Concatenate, Slice, Source, Stack, Transpose, Whole
+
+__all__ = ["Computation", "Piece", "Transfer", "lower"]
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """A tensor that a function makes of whole tensors."""
+
+    inputs: tuple[Transfer, ...]
+    function: Callable[[list[torch.Tensor]], torch.Tensor]
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    """None where the result already has the target's dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A strided view of an entry (or of a computed tensor), and the box of the tensor that it fills."""
+
+    origin: Entry | Computation
+    start: tuple[int, ...]
+    """First index of the box in each dimension of the tensor."""
+    shape: tuple[int, ...]
+    """Of the box, and of the view."""
+    source_offset: int
+    """Elements from the origin's first element to the view's."""
+    source_strides: tuple[int, ...]
+    """Elements of the origin between neighbours, in the order of the box's dimensions."""
+
+    def clipped(self, dim: int, start: int, length: int) -> Piece | None:
+        """The part of this piece in `start … start + length` of a dimension, counted from there; None where there is none."""
+        low = max(self.start[dim], start)
+        high = min(self.start[dim] + self.shape[dim], start + length)
+        if low >= high:
+            return None
+        return Piece(
+            self.origin,
+            _with(self.start, dim, low - start),
+            _with(self.shape, dim, high - low),
+            self.source_offset + (low - self.start[dim]) * self.source_strides[dim],
+            self.source_strides,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What fills one tensor of the model."""
+
+    target: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """What the tensor shall have; pieces are cast to it on the way."""
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the filled tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def entries(self) -> Iterator[Entry]:
+        """All entries that are read, once for each piece."""
+        for piece in self.pieces:
+            if isinstance(piece.origin, Entry):
+                yield piece.origin
+            else:
+                for transfer in piece.origin.inputs:
+                    yield from transfer.entries()
+
+    @property
+    def whole_entry(self) -> Entry | None:
+        """The entry whose bytes, untouched and contiguous, are this tensor; None where something is put together, turned or cast."""
+        if len(self.pieces) != 1:
+            return None
+        (piece,) = self.pieces
+        entry = piece.origin
+        if not isinstance(entry, Entry) or entry.strides is not None or entry.dtype != self.dtype or piece.shape != self.shape:
+            return None
+        return entry if entry.shape == self.shape and piece.source_strides == contiguous_strides(self.shape) else None
+
+    def rows(self, start: int, length: int) -> Transfer:
+        """The transfer of rows `start … start + length` of the first dimension alone."""
+        pieces = (piece.clipped(0, start, length) for piece in self.pieces)
+        return replace(self, shape=(length, *self.shape[1:]), pieces=tuple(piece for piece in pieces if piece is not None))
+
+
+def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+def lower(source: Source, entries: Mapping[str, Entry], target: str, dtype: torch.dtype) -> Transfer:
+    """The transfer that `source` stands for. Raises `MatchError`, naming `target`, when its parts do not fit each other."""
+    shape, pieces = _lowered(source, entries, target)
+    return Transfer(target, shape, dtype, tuple(pieces))
+
+
+def _dim(dim: int, dimensions: int, target: str) -> int:
+    if not -dimensions <= dim < dimensions:
+        raise MatchError(f"{target!r}: its key rule asks for dimension {dim} of a tensor of {dimensions} dimensions.")
+    return dim % dimensions
+
+
+def _lowered(source: Source, entries: Mapping[str, Entry], target: str) -> tuple[tuple[int, ...], list[Piece]]:
+    if isinstance(source, Whole):
+        if source.name not in entries:
+            raise MatchError(f"{target!r}: its key rule asks for {source.name!r}, which the checkpoint does not hold.")
+        entry = entries[source.name]
+        return entry.shape, [Piece(entry, (0,) * len(entry.shape), entry.shape, 0, entry.element_strides)]
+    if isinstance(source, Computed):
+        inputs = tuple(_input(part, entries, target) for part in source.sources)
+        shape = source.shape
+        computation = Computation(inputs, source.function, shape, source.dtype)
+        return shape, [Piece(computation, (0,) * len(shape), shape, 0, contiguous_strides(shape))]
+    if isinstance(source, Transpose):
+        shape, pieces = _lowered(source.source, entries, target)
+        dim0, dim1 = _dim(source.dim0, len(shape), target), _dim(source.dim1, len(shape), target)
+        order = list(range(len(shape)))
+        order[dim0], order[dim1] = dim1, dim0
+        return _permuted(shape, order), [
+            Piece(
+                piece.origin,
+                _permuted(piece.start, order),
+                _permuted(piece.shape, order),
+                piece.source_offset,
+                _permuted(piece.source_strides, order),
+            )
+            for piece in pieces
+        ]
+    if isinstance(source, Slice):
+        shape, pieces = _lowered(source.source, entries, target)
+        dim = _dim(source.dim, len(shape), target)
+        if source.start < 0 or source.length < 0 or source.start + source.length > shape[dim]:
+            raise MatchError(
+                f"{target!r}: its key rule asks for {source.start} … {source.start + source.length} "
+                f"of dimension {dim} of shape {list(shape)}."
+            )
+        parts = [piece.clipped(dim, source.start, source.length) for piece in pieces]
+        return _with(shape, dim, source.length), [part for part in parts if part is not None]
+    if isinstance(source, Stack):
+        return _stacked(source, entries, target)
+    if isinstance(source, Concatenate):
+        return _concatenated(source, entries, target)
+    raise TypeError(f"{target!r}: {type(source).__name__} is no source that the loader knows.")
+
+
+def _permuted(values: tuple[int, ...], order: list[int]) -> tuple[int, ...]:
+    return tuple(values[dim] for dim in order)
+
+
+def _input(source: Source, entries: Mapping[str, Entry], target: str) -> Transfer:
+    shape, pieces = _lowered(source, entries, target)
+    dtypes = {piece.origin.dtype for piece in pieces if piece.origin.dtype is not None}
+    if len(dtypes) != 1:
+        raise MatchError(f"{target!r}: parts of one input of its key rule have the dtypes {sorted(map(str, dtypes)) or 'unknown'}.")
+    return Transfer(target, shape, dtypes.pop(), tuple(pieces))
+
+
+def _stacked(source: Stack, entries: Mapping[str, Entry], target: str) -> tuple[tuple[int, ...], list[Piece]]:
+    parts = [_lowered(part, entries, target) for part in source.sources]
+    shapes = {shape for shape, _ in parts}
+    if len(shapes) != 1:
+        raise MatchError(f"{target!r}: the tensors to be stacked have different shapes: {sorted(map(list, shapes))}.")
+    shape = shapes.pop()
+    dim = _dim(source.dim, len(shape) + 1, target)
+    pieces = [
+        Piece(
+            piece.origin,
+            (*piece.start[:dim], position, *piece.start[dim:]),
+            (*piece.shape[:dim], 1, *piece.shape[dim:]),
+            piece.source_offset,
+            (*piece.source_strides[:dim], 0, *piece.source_strides[dim:]),
+        )
+        for position, (_, own) in enumerate(parts)
+        for piece in own
+    ]
+    return (*shape[:dim], len(parts), *shape[dim:]), pieces
+
+
+def _concatenated(source: Concatenate, entries: Mapping[str, Entry], target: str) -> tuple[tuple[int, ...], list[Piece]]:
+    parts = [_lowered(part, entries, target) for part in source.sources]
+    if not parts:
+        raise MatchError(f"{target!r}: its key rule concatenates nothing.")
+    first = parts[0][0]
+    dim = _dim(source.dim, len(first), target)
+    if any(_with(shape, dim, 0) != _with(first, dim, 0) if len(shape) == len(first) else True for shape, _ in parts):
+        raise MatchError(
+            f"{target!r}: tensors of shapes {[list(shape) for shape, _ in parts]} cannot be concatenated along dimension {dim}."
+        )
+    positions = itertools.accumulate((shape[dim] for shape, _ in parts), initial=0)
+    pieces = [
+        replace(piece, start=_with(piece.start, dim, piece.start[dim] + position))
+        for position, (_, own) in zip(positions, parts, strict=False)
+        for piece in own
+    ]
+    return _with(first, dim, sum(shape[dim] for shape, _ in parts)), pieces

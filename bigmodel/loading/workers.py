@@ -1,0 +1,64 @@
+"""The threads that read: one set for the process, each doing its own arithmetic on one core."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import torch
+
+__all__ = ["MAX_WORKERS", "worker_count", "workers"]
+
+MAX_WORKERS: Final = 8
+
+_lock = threading.Lock()
+_pools: dict[int, ThreadPoolExecutor] = {}
+
+
+def worker_count() -> int:
+    """Threads that read at once: one a core, but no fewer than two (one reads while the other casts), at most `MAX_WORKERS`."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MAX_WORKERS, max(2, cores))
+
+
+def workers() -> ThreadPoolExecutor:
+    """The process's reading threads. A forked child gets its own."""
+    with _lock:
+        pool = _pools.get(os.getpid())
+        if pool is None:
+            pool = _pools[os.getpid()] = _started(worker_count())
+        return pool
+
+
+def _started(count: int) -> ThreadPoolExecutor:
+    """Starts all threads at once.
+
+    A cast inside a reading thread must not ask OpenMP for more threads: with one reader a core they would only wait for each other. torch
+    keeps the number per thread but remembers the last one set as the default of threads to come, so it is set back here, once.
+    """
+    ready = threading.Barrier(count + 1)
+
+    def single_threaded() -> None:
+        torch.get_num_threads()  # torch's own first-use initialisation would undo the next line later
+        torch.set_num_threads(1)
+        ready.wait()
+
+    before = torch.get_num_threads()
+    pool = ThreadPoolExecutor(count, thread_name_prefix="bigmodel-read")
+    for _ in range(count):
+        pool.submit(single_threaded)
+    ready.wait()
+    torch.set_num_threads(before)
+    return pool
+
+
+def _renew_after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _pools.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_after_fork)
