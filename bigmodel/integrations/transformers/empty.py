@@ -1,0 +1,177 @@
+"""A transformers model without weights: its class and dtype found from the configuration, its parameters on meta."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import CheckpointError
+from ...loading import Checkpoint, init_empty_weights
+from ...modules import get_non_persistent_buffers, tensor_aliases
+from .initialize import compute_buffers, set_tensor
+from .package import transformers_module
+
+__all__ = ["build_empty", "empty_model", "load_config", "resolve_dtype"]
+
+
+def empty_model(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | str | None = None,
+    model_class: Any = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """The transformers model that a folder's `config.json` describes, with its parameters and persistent buffers on meta.
+
+    Buffers that are computed (rotary frequencies, position ids) are real, on CPU. Weights are tied as the configuration says.
+
+    Args:
+        path: a folder with a `config.json`.
+        dtype: of the floating parameters; `"auto"` and None mean the configuration's, or the checkpoint's where the configuration names
+            none. What the class keeps in float32 (`_keep_in_fp32_modules`) stays so.
+        model_class: a model class of transformers, an `Auto…` class, or the name of either; by default the configuration's architecture.
+        trust_remote_code: whether code that lies in the folder may run.
+
+    Raises:
+        MissingPackageError: transformers is not installed. CheckpointError: no configuration, an unknown class, a dtype that is none, or
+        buffers that nobody computes.
+    """
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    found = resolve_dtype(dtype, config, None if _configured_dtype(config) is not None else Checkpoint.open(path))
+    return build_empty(config, dtype=found, model_class=model_class, trust_remote_code=trust_remote_code)
+
+
+def load_config(path: str | os.PathLike[str], *, trust_remote_code: bool = False, **overrides: Any) -> Any:
+    """The configuration in the folder `path`. Raises `CheckpointError` where there is none, or none that transformers knows."""
+    transformers = transformers_module()
+    try:
+        config = transformers.AutoConfig.from_pretrained(os.fspath(path), trust_remote_code=trust_remote_code, **overrides)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{os.fspath(path)!r} has no configuration that transformers can read: {error}") from error
+    return config
+
+
+def resolve_dtype(dtype: torch.dtype | str | None, config: Any, checkpoint: Checkpoint | None) -> torch.dtype:
+    """The dtype that the model is built in: the asked one, the configuration's, or that of the first floating tensor in the checkpoint."""
+    if isinstance(dtype, str) and dtype != "auto":
+        named = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(named, torch.dtype):
+            raise CheckpointError(f"dtype={dtype!r} is not a dtype. Use a torch.dtype, its name such as 'bfloat16', or 'auto'.")
+        dtype = named
+    if isinstance(dtype, torch.dtype):
+        if not dtype.is_floating_point:
+            raise CheckpointError(f"A model cannot be built in {dtype}: its parameters are floating. Use float32, bfloat16 or float16.")
+        return dtype
+    configured = _configured_dtype(config)
+    if configured is not None:
+        return configured
+    floating = [entry.dtype for entry in checkpoint.entries.values() if entry.dtype.is_floating_point] if checkpoint else []
+    # One-byte floats only mean something together with their scales; nothing is computed in them.
+    wide = [found for found in floating if found.itemsize > 1]
+    return wide[0] if wide else torch.get_default_dtype()
+
+
+def _configured_dtype(config: Any) -> torch.dtype | None:
+    dtype = getattr(config, "dtype", None)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype.removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def build_empty(config: Any, *, dtype: torch.dtype, model_class: Any = None, trust_remote_code: bool = False) -> nn.Module:
+    """The model of a configuration (which is not changed), in evaluation mode; see `empty_model`."""
+    initialization = transformers_module("initialization")
+    with torch.device("meta"), initialization.meta_device_safe_creation_ops():
+        model = _construct(config, dtype, model_class, trust_remote_code)
+    try:
+        uncomputed = compute_buffers(model)
+    # Initialization code that reads its parameters fails on meta with an error of any type.
+    except Exception:
+        uncomputed = ["(the model's initialization does not run on meta)"]
+    if uncomputed:
+        # Code from elsewhere computes in its constructor what transformers' own classes compute in their initialization.
+        with init_empty_weights(include_buffers=False):
+            model = _construct(config, dtype, model_class, trust_remote_code)
+        _refuse_buffers_on_meta(model)
+    _keep_in_float32(model, dtype)
+    return model.eval()
+
+
+def _construct(config: Any, dtype: torch.dtype, model_class: Any, trust_remote_code: bool) -> nn.Module:
+    config = copy.deepcopy(config)
+    found = _class_for(config, model_class)
+    if hasattr(found, "from_config"):
+        model: nn.Module = found.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    else:
+        model = found._from_config(config, dtype=dtype)
+    return model
+
+
+def _class_for(config: Any, model_class: Any) -> Any:
+    """A model class, or an `Auto…` class that finds it."""
+    transformers = transformers_module()
+    if isinstance(model_class, str):
+        found = getattr(transformers, model_class, None)
+        if found is None:
+            raise CheckpointError(f"model_class={model_class!r} is not a class of transformers {transformers.__version__}.")
+        return found
+    if model_class is not None:
+        return model_class
+    architectures = getattr(config, "architectures", None) or []
+    auto_map = getattr(config, "auto_map", None) or {}
+    for architecture in architectures:
+        if architecture.startswith("Auto"):
+            continue
+        for auto_class, reference in auto_map.items():
+            if isinstance(reference, str) and reference.rpartition(".")[2] == architecture and hasattr(transformers, auto_class):
+                return getattr(transformers, auto_class)
+        if hasattr(transformers, architecture):
+            return getattr(transformers, architecture)
+    if architectures and not auto_map:
+        raise CheckpointError(
+            f"The configuration names the architecture {architectures[0]!r}, which transformers {transformers.__version__} does not have. "
+            "Install a newer transformers, or give model_class."
+        )
+    return transformers.AutoModel
+
+
+def _refuse_buffers_on_meta(model: nn.Module) -> None:
+    computed = get_non_persistent_buffers(model, recurse=True, fqns=True)
+    empty = [name for name, buffer in model.named_buffers() if name in computed and buffer.is_meta]
+    if empty:
+        raise CheckpointError(
+            f"{type(model).__name__} has {len(empty)} buffers that are in no checkpoint and that its code does not compute: {empty[:8]}. "
+            "Build the model yourself and use bigmodel.load_checkpoint_and_dispatch."
+        )
+
+
+def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """Makes float32 what the class wants so: `_keep_in_fp32_modules` beside float16, `…_strict` beside float16 and bfloat16."""
+    patterns: set[str] = set()
+    if dtype == torch.float16:
+        patterns |= set(model._keep_in_fp32_modules or ())
+    if dtype in (torch.float16, torch.bfloat16):
+        patterns |= set(model._keep_in_fp32_modules_strict or ())
+    if not patterns:
+        return
+    kept = re.compile("|".join(f"(?:{pattern.replace('*', '.*')})" for pattern in sorted(patterns)))
+    not_saved = get_non_persistent_buffers(model, recurse=True, fqns=True)
+    tied = getattr(model, "all_tied_weights_keys", {})
+    for names in tensor_aliases(model, include_buffers=True).values():
+        # Of tied tensors, the name that the others are tied to decides.
+        name = next((name for name in names if name not in tied), names[0])
+        owner_name, _, attribute = name.rpartition(".")
+        tensor = getattr(model.get_submodule(owner_name), attribute)
+        if name in not_saved or not tensor.is_floating_point() or not kept.search(name):
+            continue
+        wide = tensor.detach().to(torch.float32)
+        if isinstance(tensor, nn.Parameter):
+            wide = nn.Parameter(wide, requires_grad=tensor.requires_grad)
+        wide._is_hf_initialized = True
+        for alias in names:
+            set_tensor(model, alias, wide)

@@ -1,0 +1,168 @@
+"""`bigmodel.from_pretrained`: a transformers model of the hub or of a folder, running wherever its weights fit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...api import load_and_dispatch
+from ...errors import CheckpointError
+from ...loading import Checkpoint, match
+from .empty import build_empty, load_config, resolve_dtype
+from .hub import resolve
+from .initialize import initialize_missing
+from .keys import TransformersKeys
+from .package import transformers_module
+from .ties import untie_different
+
+__all__ = ["from_pretrained"]
+
+logger = logging.getLogger(__name__)
+
+
+def from_pretrained(
+    path_or_id: str | os.PathLike[str],
+    *,
+    device_map: str | int | torch.device | Mapping[str, Any] | None = "auto",
+    max_memory: Mapping[Any, int | str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    model_class: Any = None,
+    no_split_module_classes: str | Collection[str] | None = None,
+    offload_buffers: bool = False,
+    allow_new_weights: bool = False,
+    strict: bool = False,
+    key_mapping: Mapping[str, str] | None = None,
+    attn_implementation: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    local_files_only: bool = False,
+    progress: bool | None = None,
+) -> Any:
+    """Loads a transformers model so that it runs although it may not fit on one device, or in memory at all.
+
+    The model is built without weights, every tensor is paired with what fills it in the checkpoint (transformers' own conversions
+    included), a place is found for each, and it is read there; what goes to disk is not read at all. `generate`, pipelines and
+    `save_pretrained` work on the result.
+
+    Args:
+        path_or_id: a folder with `config.json` and weights, or the id of a model on the Hugging Face hub.
+        device_map: a map of module names to devices, one device for all, or how to find a map (`"auto"`, `"balanced"`,
+            `"balanced_low_0"`, `"sequential"`); None loads to CPU.
+        max_memory: what each device may hold (`{0: "10GiB", "cpu": "30GiB"}`); measured where it is not given.
+        dtype: of the floating weights; by default (and with `"auto"`) that of the configuration, or of the checkpoint. Weights that the
+            model's class keeps in float32 stay so.
+        model_class: a model class of transformers, an `Auto…` class, or the name of either; by default the configuration's architecture.
+        no_split_module_classes: names of classes that are never split across devices; by default the model's own.
+        offload_buffers: whether buffers are offloaded together with the weights of their module.
+        allow_new_weights: whether weights that the checkpoint lacks (a new classification head) are initialized as transformers does,
+            with a warning, instead of being an error.
+        strict: whether tensors of the checkpoint that the model has no use for are an error instead of a warning.
+        key_mapping: further renamings of the checkpoint's names, regular expression → replacement.
+        attn_implementation: as in transformers (`"eager"`, `"sdpa"`, …).
+        revision: branch, tag or commit on the hub.
+        trust_remote_code: whether code that comes with the model may run.
+        local_files_only: whether to use nothing but what is in the hub's cache.
+        progress: shows a progress bar; by default on a terminal.
+
+    Returns:
+        The model (a `PreTrainedModel`), in evaluation mode, with `hf_device_map` set.
+
+    Raises:
+        MissingPackageError: transformers is not installed. CheckpointNotFoundError: no such folder, model or weights. CheckpointError: a
+        damaged file, an unknown class, a quantized checkpoint (not supported yet). MatchError: weights are missing, do not have the
+        model's shape, or need scales; the message names them. PlanError: the device map or the budgets cannot work.
+    """
+    transformers_module()
+    folder = resolve(path_or_id, revision=revision, local_files_only=local_files_only)
+    overrides = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    config = load_config(folder, trust_remote_code=trust_remote_code, **overrides)
+    _refuse_quantized(path_or_id, config)
+    checkpoint = Checkpoint.open(folder)
+
+    found_dtype = resolve_dtype(dtype, config, checkpoint)
+    model: Any = build_empty(config, dtype=found_dtype, model_class=model_class, trust_remote_code=trust_remote_code)
+    rules = TransformersKeys(model, key_mapping)
+    initialized = _settle(model, checkpoint, rules, allow_new_weights=allow_new_weights, strict=strict)
+
+    model = load_and_dispatch(
+        model,
+        checkpoint,
+        device_map=device_map,
+        max_memory=max_memory,
+        no_split_module_classes=no_split_module_classes or model._no_split_modules or None,
+        rules=rules,
+        ignore_missing=[f"^{re.escape(name)}$" for name in initialized],
+        strict=strict,
+        offload_buffers=offload_buffers,
+        skip_keys=sorted(model._skip_keys_device_placement or ()) or None,
+        progress=progress,
+    )
+    _finish(model, path_or_id, folder, rules)
+    return model
+
+
+def _refuse_quantized(path_or_id: str | os.PathLike[str], config: Any) -> None:
+    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
+    for part in parts:
+        for attribute in ("quantization_config", "compression_config"):
+            quantization = getattr(part, attribute, None)
+            if quantization:
+                read = quantization.get if isinstance(quantization, dict) else lambda key, q=quantization: getattr(q, key, None)
+                raise CheckpointError(
+                    f"{os.fspath(path_or_id)} is quantized ({attribute}: {read('quant_method') or 'unknown method'}). bigmodel does not read "
+                    "quantized checkpoints of transformers yet; load the model's unquantized checkpoint."
+                )
+
+
+def _settle(model: Any, checkpoint: Checkpoint, rules: TransformersKeys, *, allow_new_weights: bool, strict: bool) -> list[str]:
+    """Decides what the checkpoint leaves open: ties that it contradicts, and weights that it lacks.
+
+    Returns the names of the weights that were initialized instead of loaded.
+    """
+    found = match(model, checkpoint, rules)
+    untied = untie_different(model, checkpoint, rules.found)
+    if untied:
+        found = match(model, checkpoint, rules)
+    if found.unexpected and not strict:
+        logger.warning(
+            "%s holds %d tensors that %s has no use for: %s",
+            checkpoint.location,
+            len(found.unexpected),
+            type(model).__name__,
+            ", ".join(found.unexpected),
+        )
+    ignorable = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+    expected = [name for name in found.missing if any(pattern.search(name) for pattern in ignorable)]
+    new = [name for name in found.missing if name not in expected] if allow_new_weights else []
+    if expected or new:
+        initialize_missing(model, [name for name in found.missing if name in expected or name in new])
+    if new:
+        logger.warning(
+            "%s has no values for %d weights of %s. They are newly initialized, so the model has to be trained before use: %s",
+            checkpoint.location,
+            len(new),
+            type(model).__name__,
+            ", ".join(new),
+        )
+    return expected + new
+
+
+def _finish(model: Any, path_or_id: str | os.PathLike[str], folder: Path, rules: TransformersKeys) -> None:
+    """What transformers notes on a model that it has loaded."""
+    # Saving undoes these conversions, so that the files look like those that were read.
+    model._weight_conversions = rules.used_conversions
+    model.config.name_or_path = model.name_or_path = os.fspath(path_or_id)
+    for module in model.modules():
+        module._is_hf_initialized = True
+    if model.can_generate():
+        transformers = transformers_module()
+        from_config = not (folder / "generation_config.json").is_file()
+        model.generation_config = transformers.GenerationConfig.from_pretrained(
+            folder, **({"config_file_name": "config.json", "_from_model_config": True} if from_config else {})
+        )
