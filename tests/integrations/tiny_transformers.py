@@ -153,6 +153,12 @@ FAMILIES: dict[str, Family] = {
         _image,
         generates=False,
     ),
+    "nomic_bert": Family(
+        "NomicBertForMaskedLM",
+        lambda: transformers.NomicBertConfig(**{key: value for key, value in TEXT.items() if key != "num_key_value_heads"}),
+        _tokens,
+        generates=False,
+    ),
     "bert": Family(
         "BertForMaskedLM",
         lambda: transformers.BertConfig(**{key: value for key, value in TEXT.items() if key != "num_key_value_heads"}),

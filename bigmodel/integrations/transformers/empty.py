@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +44,7 @@ def empty_model(
         buffers that nobody computes.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
-    found = resolve_dtype(dtype, config, None if _configured_dtype(config) is not None else Checkpoint.open(path))
+    found = resolve_dtype(dtype, config, lambda: Checkpoint.open(Path(path)))
     return build_empty(config, dtype=found, model_class=model_class, trust_remote_code=trust_remote_code)
 
 
@@ -56,7 +58,7 @@ def load_config(path: str | os.PathLike[str], *, trust_remote_code: bool = False
     return config
 
 
-def resolve_dtype(dtype: torch.dtype | str | None, config: Any, checkpoint: Checkpoint | None) -> torch.dtype:
+def resolve_dtype(dtype: torch.dtype | str | None, config: Any, open_checkpoint: Callable[[], Checkpoint]) -> torch.dtype:
     """The dtype that the model is built in: the asked one, the configuration's, or that of the first floating tensor in the checkpoint."""
     if isinstance(dtype, str) and dtype != "auto":
         named = getattr(torch, dtype.removeprefix("torch."), None)
@@ -70,7 +72,7 @@ def resolve_dtype(dtype: torch.dtype | str | None, config: Any, checkpoint: Chec
     configured = _configured_dtype(config)
     if configured is not None:
         return configured
-    floating = [entry.dtype for entry in checkpoint.entries.values() if entry.dtype.is_floating_point] if checkpoint else []
+    floating = [entry.dtype for entry in open_checkpoint().entries.values() if entry.dtype.is_floating_point]
     # One-byte floats only mean something together with their scales; nothing is computed in them.
     wide = [found for found in floating if found.itemsize > 1]
     return wide[0] if wide else torch.get_default_dtype()

@@ -59,7 +59,7 @@ class TransformersKeys:
         renamings = [transform for transform in table if isinstance(transform, loading.WeightRenaming)]
         converters = [transform for transform in table if isinstance(transform, loading.WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        names = {name: True for name in self._model.state_dict()}
+        names = dict.fromkeys(self._model.state_dict(), True)
         prefix = self._model.base_model_prefix
 
         groups: dict[str, _Group] = {}
@@ -89,7 +89,8 @@ class TransformersKeys:
         self, target: str, group: _Group, specs: Mapping[str, TensorSpec], targets: Mapping[str, TensorSpec]
     ) -> dict[str, Source]:
         if group.converter is None:
-            return {target: Whole(name) for names in group.collected.values() for name in names}
+            (name,) = group.collected
+            return {target: Whole(name)}
         for names in group.collected.values():
             _check_numbering(target, names)
         dtype = targets[target].dtype if target in targets else torch.get_default_dtype()
@@ -97,11 +98,12 @@ class TransformersKeys:
             return trace_conversion(group.converter, target, group.collected, specs, self._model, dtype)
         # The operations of transformers check little: what they raise for tensors that do not fit is of any type.
         except Exception as error:
-            needed = ", ".join(repr(pattern) for pattern in group.converter.source_patterns)
+            absent = [pattern for pattern in group.converter.source_patterns if pattern not in group.collected]
+            lost = f"Nothing in the checkpoint is called {absent}" if absent else "Their shapes do not fit each other or the model"
             shapes = ", ".join(f"{name} {list(specs[name].shape)}" for names in group.collected.values() for name in names[:4])
             raise MatchError(
-                f"{target} cannot be made from the checkpoint: transformers' conversion {group.converter.operations} of {needed} "
-                f"fails with {error!r} on {shapes}. Are all parts of it in the checkpoint?"
+                f"{target} cannot be made from the checkpoint: {lost}. Found: {shapes}. "
+                f"(transformers' conversion {group.converter.operations} says {error!r})"
             ) from error
 
     def _expected_unused(self) -> re.Pattern[str] | None:

@@ -85,7 +85,7 @@ def from_pretrained(
     _refuse_quantized(path_or_id, config)
     checkpoint = Checkpoint.open(folder)
 
-    found_dtype = resolve_dtype(dtype, config, checkpoint)
+    found_dtype = resolve_dtype(dtype, config, lambda: checkpoint)
     model: Any = build_empty(config, dtype=found_dtype, model_class=model_class, trust_remote_code=trust_remote_code)
     rules = TransformersKeys(model, key_mapping)
     initialized = _settle(model, checkpoint, rules, allow_new_weights=allow_new_weights, strict=strict)
@@ -112,12 +112,14 @@ def _refuse_quantized(path_or_id: str | os.PathLike[str], config: Any) -> None:
     for part in parts:
         for attribute in ("quantization_config", "compression_config"):
             quantization = getattr(part, attribute, None)
-            if quantization:
-                read = quantization.get if isinstance(quantization, dict) else lambda key, q=quantization: getattr(q, key, None)
-                raise CheckpointError(
-                    f"{os.fspath(path_or_id)} is quantized ({attribute}: {read('quant_method') or 'unknown method'}). bigmodel does not read "
-                    "quantized checkpoints of transformers yet; load the model's unquantized checkpoint."
-                )
+            if not quantization:
+                continue
+            described = quantization if isinstance(quantization, dict) else vars(quantization)
+            method = described.get("quant_method", "unknown method")
+            raise CheckpointError(
+                f"{os.fspath(path_or_id)} is quantized (its {attribute} says {method}). bigmodel does not read quantized checkpoints of "
+                "transformers yet: load the model's unquantized checkpoint."
+            )
 
 
 def _settle(model: Any, checkpoint: Checkpoint, rules: TransformersKeys, *, allow_new_weights: bool, strict: bool) -> list[str]:

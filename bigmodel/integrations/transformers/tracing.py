@@ -122,8 +122,8 @@ class _Tape(TorchDispatchMode):
 
 
 def _casts(kwargs: Mapping[str, Any] | None) -> bool:
-    """Whether keyword arguments of a copying operation could change values: a dtype does, a layout or a device does not."""
-    return bool(kwargs) and any(name == "dtype" and value is not None for name, value in kwargs.items())
+    """Whether the keyword arguments of a copying operation ask for a dtype, which may change values; a layout does not."""
+    return kwargs is not None and kwargs.get("dtype") is not None
 
 
 Rule = Callable[[list[Any], list[torch.Tensor], list[torch.Tensor], list[Any]], Sequence["Source | None"]]
