@@ -41,7 +41,10 @@ def _load() -> ModuleType:
     loader = importlib.machinery.ExtensionFileLoader("_sim_C", path)
     spec = importlib.util.spec_from_file_location("_sim_C", path, loader=loader)
     assert spec is not None
-    module = importlib.util.module_from_spec(spec)
+    try:
+        module = importlib.util.module_from_spec(spec)
+    except ImportError as error:  # symbols that this torch lacks
+        raise SimulatorBuildError(f"The simulated accelerator was built but does not load: {error}") from error
     loader.exec_module(module)
     return module
 

@@ -1,18 +1,11 @@
 // Python bindings, kept free of torch/extension.h for the sake of build time.
-#include "sim.h"
+#include "generators.h"
 
-#include <ATen/core/Generator.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Generator.h>
 
 namespace py = pybind11;
-namespace sim {
-const at::Generator& default_generator(int d);
-uint64_t op_count();
-uint64_t launch_count();
-void raise_pending(int d);
-}
 using namespace sim;
 
 PYBIND11_MODULE(_sim_C, m) {

@@ -21,12 +21,17 @@
 #include <string>
 #include <vector>
 
+namespace at {
+struct HostAllocator;
+}
+
 namespace sim {
 
 using Clock = std::chrono::steady_clock;
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
 constexpr int kMaxDevices = 8;
 constexpr int kPoolStreams = 8; // besides the default stream, per device
+constexpr int kAllStreams = kMaxDevices * (kPoolStreams + 1);
 
 // ---------------------------------------------------------------- settings
 struct Settings {
@@ -95,6 +100,7 @@ StreamState& new_stream(int device);
 c10::Stream as_c10(const StreamState& s);
 StreamState& from_c10(const c10::Stream& s);
 c10::Stream exchange_stream(const c10::Stream& s);
+void drain_all(int device); // waits, without the sanitizer taking note
 void synchronize(int device);
 bool forked();
 void raise_pending(int device); // an error of a kernel queued earlier
@@ -156,9 +162,11 @@ bool is_pinned(const void* p);
 Block* pinned_block(const void* p);
 void set_capacity(int device, size_t bytes);
 size_t capacity(int device);
+void reset_memory(int device); // what is allocated is charged to nobody
+at::HostAllocator* pinned_allocator();
 c10::CachingDeviceAllocator::DeviceStats stats(int device);
 
-// ------------------------------------------------------------------ copies
+// ------------------------------------------------------------------- links
 struct LinkStats {
   uint64_t bytes = 0, copies = 0, queued = 0;
   double busy_s = 0;
@@ -169,11 +177,20 @@ LinkStats link_stats(int device, Dir dir);
 void count_queued(int device, Dir dir);
 void reset_link_stats();
 
+// ----------------------------------------------------------------- kernels
+uint64_t op_count();     // operators that came to the fallback
+void count_launch();
+uint64_t launch_count(); // kernels that were queued
+void resize_storage(const c10::Storage& st, size_t n);
+
 // --------------------------------------------------------------- sanitizer
 // Called by the issuing thread for each access by work given to stream s.
 uint64_t tick(StreamState& s); // a new piece of work on s
 void note(Block* b, StreamState& s, uint64_t tick, size_t lo, size_t hi,
           bool write, const char* what);
+void note_free(Block* b);
+VClock knowledge(StreamState& s); // of s, after it has met the host's
+void learn(StreamState& s, const VClock& c);
 void host_synced(const StreamState& s);
 void host_synced(const VClock& c);
 std::vector<std::string> take_hazards();
