@@ -1,0 +1,135 @@
+"""`infer_auto_device_map`: the solver's assignment, or the map that scripts expect where that moves no more bytes."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..devices import DeviceKey
+from ..errors import PlanError
+from ..modules import find_tied_parameters
+from .conventional import walk
+from .device_maps import clean_device_map
+from .items import Inventory, Unit, find_items, join_tied
+from .memory import get_max_memory
+from .sizes import DtypeLike, tensor_bytes_rule
+from .solver import Assignment, assign, is_better, second_slot_costs_much
+from .ties import check_tied_parameters_in_config
+
+__all__ = ["infer_auto_device_map", "map_entries", "refuse_unplaced"]
+
+logger = logging.getLogger(__name__)
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: MutableMapping[Any, Any] | None = None,
+    no_split_module_classes: str | Collection[str] | None = None,
+    dtype: DtypeLike | None = None,
+    special_dtypes: Mapping[str, DtypeLike] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+) -> OrderedDict[str, DeviceKey]:
+    """A device for every module: accelerators in order, then "cpu", then "disk" (unlimited unless `max_memory` says otherwise).
+
+    Models without module lists, and all models that fit, get the map that a walk in module order gives, room for the largest layer kept
+    on the first accelerator, unless the solver (`solver.assign`) finds one that moves fewer bytes per step and leaves room for two groups
+    to pass through. All others get the solver's.
+    Devices that were skipped are filled later in either case, so `fallback_allocation` has nothing left to do and is accepted for scripts
+    that pass it. `verbose` logs each placement. Main device is the first accelerator in the map.
+
+    Raises `PlanError` for an empty model, an unknown device, an unreadable size, and a model that a "disk" budget leaves no room for.
+    """
+    budgets = get_max_memory(max_memory)
+    if check_tied_parameters_in_config(model) and not find_tied_parameters(model):
+        logger.warning(
+            "The model weights are not tied. Please use the `tie_weights` method before using the `infer_auto_device_map` function."
+        )
+    inventory = find_items(model, tensor_bytes_rule(dtype, special_dtypes), no_split_module_classes)
+    # Buffers that stay behind are reported below and not planned with: scripts expect the same map with and without `offload_buffers`.
+    units = join_tied(inventory, offload_buffers=True, alignment=1, whole_embeddings=True)
+    assignment = assign(units, budgets, main_holds=True, overlap_first=None if inventory.blocks else True)
+    expected = walk(units, budgets)
+    if expected is not None and not is_better(assignment, expected, units):
+        if expected.moved_bytes == 0 or not inventory.blocks or second_slot_costs_much(units):
+            assignment = expected
+    refuse_unplaced(units, assignment, budgets)
+
+    device_map = map_entries(inventory, units, assignment)
+    if verbose:
+        for name, device in device_map.items():
+            logger.info("Putting %s on %s.", name or type(model).__name__, device)
+    _report_unused(units, assignment, budgets)
+    if not offload_buffers:
+        _warn_of_buffers(join_tied(inventory, offload_buffers=False, alignment=1, whole_embeddings=True), assignment, budgets)
+    return OrderedDict(clean_device_map(device_map) if clean_result else device_map)
+
+
+def map_entries(inventory: Inventory, units: Sequence[Unit], assignment: Assignment) -> dict[str, DeviceKey]:
+    """One entry per item in the order of the model, except that the first item of the main device comes before all.
+
+    Pipelines send their inputs to the first device of a map, and `dispatch_model` takes its first accelerator as the main device.
+    """
+    place = {item.name: device for unit, device in zip(units, assignment.places, strict=True) for item in unit.items}
+    names = [item.name for item in inventory.items]
+    first = next((name for name in names if place[name] == assignment.main), None)
+    return {name: place[name] for name in ([] if first is None else [first]) + names}
+
+
+def refuse_unplaced(units: Sequence[Unit], assignment: Assignment, budgets: Mapping[DeviceKey, int]) -> None:
+    """Raises `PlanError` when a "disk" budget leaves units without a place, naming the largest."""
+    if not assignment.unplaced:
+        return
+    left = [units[index] for index in assignment.unplaced]
+    largest = max(left, key=lambda unit: unit.total_bytes)
+    names = " and ".join(repr(item.name) for item in largest.items[:3])
+    offered = ", ".join(f"{key!r}: {budget:,}" for key, budget in budgets.items())
+    raise PlanError(
+        f"The budgets (bytes: {offered}) leave no room for {len(left)} of {len(units)} parts of the model, which take "
+        f"{sum(unit.total_bytes for unit in units):,} bytes in all. Without a place: {sum(unit.total_bytes for unit in left):,} bytes, "
+        f"the largest {names} with {largest.total_bytes:,}. Give 'disk' or 'cpu' more, or leave 'disk' out: then it has no limit."
+    )
+
+
+def _report_unused(units: Sequence[Unit], assignment: Assignment, budgets: Mapping[DeviceKey, int]) -> None:
+    """Logs the devices that hold nothing while a slower one holds something, and what they would have needed."""
+    keys = [key for key in budgets if key != "disk"]
+    used = [position for position, key in enumerate([*keys, "disk"]) if key in assignment.places]
+    smallest_bytes = min(unit.total_bytes for unit in units)
+    lines = [
+        f"  - {key}: {smallest_bytes + (assignment.reserve_bytes if key == assignment.main else 0)} bytes required"
+        for position, key in enumerate(keys)
+        if key not in assignment.places and position < max(used)
+    ]
+    if lines:
+        logger.info(
+            "No modules were assigned to the following devices due to insufficient memory:\n%s\nGive them that, or leave them out.",
+            "\n".join(lines),
+        )
+
+
+def _warn_of_buffers(units: Sequence[Unit], assignment: Assignment, budgets: Mapping[DeviceKey, int]) -> None:
+    """Warns when the buffers of offloaded layers, which stay on the main device, fit into no accelerator."""
+    left = {key: budget for key, budget in budgets.items() if key not in ("cpu", "disk")}
+    if not left:
+        return
+    staying_bytes = 0
+    for unit, place in zip(units, assignment.places, strict=True):
+        if place in left:
+            left[place] -= unit.total_bytes
+        else:
+            staying_bytes += unit.staying_bytes
+    if staying_bytes > max(left.values()):
+        warnings.warn(
+            f"Current model requires {staying_bytes} bytes of buffer for offloaded layers, which seems does not fit any GPU's remaining "
+            "memory. If you are experiencing a OOM later, please consider using offload_buffers=True.",
+            UserWarning,
+            stacklevel=3,
+        )

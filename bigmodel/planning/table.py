@@ -1,0 +1,113 @@
+"""A plan as a table for people."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..constants import GiB, KiB, MiB
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+__all__ = ["bytes_text", "names_text", "render"]
+
+WIDTH = 100
+BAR_WIDTH = 8
+
+
+def bytes_text(nbytes: int | None) -> str:
+    """Bytes for people: `"1.50 GiB"`, `"236 B"`, and `"no limit"` for None."""
+    if nbytes is None:
+        return "no limit"
+    for unit, name in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if abs(nbytes) >= unit:
+            amount = nbytes / unit
+            return f"{amount:.{2 if amount < 100 else 1}f} {name}"
+    return f"{nbytes} B"
+
+
+def names_text(names: Iterable[str]) -> str:
+    """Module names in short: `layers.0`, `layers.1`, `layers.2`, `norm` become `layers.0–2, norm`."""
+    runs: list[tuple[str, int, int, str]] = []
+    for name in names:
+        match = re.fullmatch(r"(.*?)(\d+)", name)
+        if match is None:
+            runs.append((name or "everything", -1, -1, ""))
+            continue
+        stem, number = match[1], int(match[2])
+        if runs and runs[-1][0] == stem and runs[-1][2] == number - 1:
+            runs[-1] = (stem, runs[-1][1], number, "")
+        else:
+            runs.append((stem, number, number, ""))
+    return ", ".join(stem if first < 0 else f"{stem}{first}" if first == last else f"{stem}{first}–{last}" for stem, first, last, _ in runs)
+
+
+def render(plan: Plan) -> str:
+    """The plan as text, 100 columns wide."""
+    table = Table(
+        title=f"{plan.model}: {bytes_text(plan.total_bytes)}, runs on {_device_text(plan.main_device)}",
+        title_justify="left",
+        title_style="",
+        box=box.SIMPLE_HEAD,
+        width=WIDTH,
+        pad_edge=False,
+    )
+    table.add_column("device", no_wrap=True)
+    for heading in ("offers", "stays", "offloaded", "reserve", "left"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", width=BAR_WIDTH, no_wrap=True)
+    table.add_column("holds", ratio=1, overflow="fold")
+    for use in plan.devices:
+        table.add_row(
+            _device_text(use.device),
+            bytes_text(use.budget_bytes),
+            _figure(use.resident_bytes + use.staying_bytes),
+            _figure(use.offloaded_bytes),
+            _figure(use.reserve_bytes),
+            "" if use.left_bytes is None else bytes_text(use.left_bytes),
+            _bar(use.used_bytes, use.budget_bytes),
+            names_text(use.contents),
+        )
+    text = io.StringIO()
+    Console(file=text, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False).print(table)
+    lines = [line.rstrip() for line in text.getvalue().rstrip().splitlines()]
+    return "\n".join([*lines, "", *_reasons(plan)])
+
+
+def _reasons(plan: Plan) -> list[str]:
+    if not plan.binding:
+        reasons = [f"Everything stays on {_all_compute(plan)}: nothing has to move."]
+    else:
+        ring = {2: "while one group computes the next one is copied", 1: "one group at a time"}.get(plan.ring_slots)
+        moved = f"{bytes_text(plan.moved_bytes)} move to {_device_text(plan.main_device)} in every step"
+        reasons = [
+            f"{moved}{f', {ring}' if ring else ''}.",
+            f"What binds: the {plan.binding}. With {bytes_text(plan.short_bytes)} more there, everything would stay.",
+        ]
+    return [*reasons, *plan.notes]
+
+
+def _all_compute(plan: Plan) -> str:
+    return ", ".join(_device_text(use.device) for use in plan.devices if use.resident_bytes)
+
+
+def _device_text(device: int | str) -> str:
+    return f"device {device}" if isinstance(device, int) else device
+
+
+def _figure(nbytes: int) -> str:
+    return bytes_text(nbytes) if nbytes else "-"
+
+
+def _bar(used_bytes: int, budget_bytes: int | None) -> str:
+    if not budget_bytes:
+        return ""
+    filled = round(BAR_WIDTH * min(1.0, used_bytes / budget_bytes))
+    return "█" * filled + "░" * (BAR_WIDTH - filled)
