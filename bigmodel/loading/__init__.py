@@ -5,11 +5,27 @@ from __future__ import annotations
 from .checkpoint import Checkpoint
 from .dtypes import as_dtype, dtype_rule
 from .entry import Entry, FileIdentity
+from .folder_owner import check_owner, write_owner
+from .into_model import load, load_checkpoint_in_model, load_offloaded_weights
 from .keys import Computed, Concatenate, KeyRules, Renamed, SameNames, Slice, Source, Stack, Transpose, Whole
 from .match import DtypeOf, Match, match
-from .materialize import check_covering, materialize
+from .materialize import check_covering, materialize, placements
+from .meta import init_empty_weights, init_on_device
+from .offload_folder import (
+    OffloadedWeightsLoader,
+    PrefixedDataset,
+    extract_submodules_state_dict,
+    load_offloaded_weight,
+    offload_state_dict,
+    offload_weight,
+    read_offload_index,
+    save_offload_index,
+)
 from .reader import Reader
 from .report import LoadReport
+from .save import Fetch, save_model
+from .set_tensor import set_module_tensor_to_device
+from .state_dict import load_state_dict
 from .store import CheckpointStore
 from .transfer import Computation, Piece, Transfer
 
@@ -21,11 +37,14 @@ __all__ = [
     "Concatenate",
     "DtypeOf",
     "Entry",
+    "Fetch",
     "FileIdentity",
     "KeyRules",
     "LoadReport",
     "Match",
+    "OffloadedWeightsLoader",
     "Piece",
+    "PrefixedDataset",
     "Reader",
     "Renamed",
     "SameNames",
@@ -37,7 +56,24 @@ __all__ = [
     "Whole",
     "as_dtype",
     "check_covering",
+    "check_owner",
     "dtype_rule",
+    "extract_submodules_state_dict",
+    "init_empty_weights",
+    "init_on_device",
+    "load",
+    "load_checkpoint_in_model",
+    "load_offloaded_weight",
+    "load_offloaded_weights",
+    "load_state_dict",
     "match",
     "materialize",
+    "offload_state_dict",
+    "offload_weight",
+    "placements",
+    "read_offload_index",
+    "save_model",
+    "save_offload_index",
+    "set_module_tensor_to_device",
+    "write_owner",
 ]

@@ -33,7 +33,7 @@ class Checkpoint:
     """`"safetensors"` or `"torch"`."""
     files: tuple[Path, ...]
     metadata: Mapping[str, str]
-    """Of the first file that has any."""
+    """Of all files together; the first file's word counts where they differ."""
     identities: Mapping[Path, FileIdentity]
     """The files as they were when their headers were read."""
 
@@ -62,7 +62,7 @@ class Checkpoint:
         identities = {file: FileIdentity.of(file) for file in files}
         headers = _read_headers(format_, files)
         entries = _joined(files, headers, weight_map, location)
-        metadata = next((header.metadata for header in headers if header.metadata), {})
+        metadata = dict(item for header in reversed(headers) for item in header.metadata.items())
         checkpoint = cls(entries, location, format_.name, tuple(files), metadata, identities)
         checkpoint.check_unchanged()
         return checkpoint

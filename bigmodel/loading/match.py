@@ -17,7 +17,7 @@ from ..modules import get_non_persistent_buffers, tensor_aliases
 from ..protocols import TensorSpec
 from .checkpoint import Checkpoint
 from .entry import Entry, FileIdentity
-from .keys import KeyRules, SameNames
+from .keys import KeyRules, SameNames, Source, Whole
 from .transfer import Computation, Transfer, lower
 
 __all__ = ["DtypeOf", "Match", "match"]
@@ -58,7 +58,7 @@ class Match:
     """The checkpoint's files as they were when it was opened."""
 
     def check(self, *, strict: bool = False, allow_empty_buffers: bool = False) -> None:
-        """Raises `MatchError` with everything that would leave the model wrong; `strict` refuses unexpected entries and kept buffers too."""
+        """Raises `MatchError` with everything that would leave the model wrong; `strict` refuses unexpected and kept names too."""
         problems = []
         if self.missing:
             problems.append(self._missing_story())
@@ -154,14 +154,14 @@ def match(
     refused: list[tuple[str, str]] = []
     for first, every in names.items():
         aliases.update(dict.fromkeys(every[1:], first))
-        filled = next((name for name in every if name in sources), None)
-        if filled is None:
+        source = next((sources[name] for name in every if name in sources), None) or _aliased(every, sources, checkpoint)
+        if source is None:
             if any(re.search(pattern, name) for pattern in ignore_missing for name in every):
                 continue
             is_value = not isinstance(tensors[first], nn.Parameter) and tensors[first].device.type != "meta"
             (kept if is_value else missing).append(first)
             continue
-        transfer = lower(sources[filled], checkpoint.entries, first, specs[first].dtype)
+        transfer = lower(source, checkpoint.entries, first, specs[first].dtype)
         if transfer.shape != specs[first].shape:
             misshapen.append((first, specs[first].shape, transfer.shape))
             continue
@@ -182,6 +182,14 @@ def match(
         location=str(checkpoint.location),
         available=tuple(checkpoint.entries),
         identities=checkpoint.identities,
+    )
+
+
+def _aliased(names: Sequence[str], sources: Mapping[str, Source], checkpoint: Checkpoint) -> Source | None:
+    """What fills a tensor that was saved under another name: `safetensors.torch.save_model` and `save_model` note it in the metadata."""
+    saved = [checkpoint.metadata[name] for name in names if name in checkpoint.metadata]
+    return next((sources[name] for name in saved if name in sources), None) or next(
+        (Whole(name) for name in saved if name in checkpoint.entries), None
     )
 
 

@@ -23,7 +23,7 @@ from .report import LoadReport
 from .store import CheckpointStore
 from .transfer import Transfer
 
-__all__ = ["check_covering", "materialize"]
+__all__ = ["check_covering", "materialize", "placements"]
 
 
 def check_covering(model: nn.Module, device_map: Mapping[str, object]) -> None:
@@ -39,6 +39,20 @@ def check_covering(model: nn.Module, device_map: Mapping[str, object]) -> None:
     strangers = [name for name in device_map if name not in known]
     if strangers:
         raise PlanError(f"The device map names {', '.join(map(repr, strangers[:10]))}, but the model has no such module or tensor.")
+
+
+def placements(
+    model: nn.Module, match: Match, device_map: Mapping[str, object] | None, *, offload_buffers: bool = False
+) -> dict[str, DeviceKey]:
+    """Where `materialize` puts each matched tensor: an accelerator's index, `"cpu"`, or `"disk"` for what stays in the checkpoint.
+
+    Raises `PlanError` for a map that does not cover the model or names what it does not have.
+    """
+    devices = None if device_map is None else normalized(device_map)
+    if devices is not None:
+        check_covering(model, devices)
+    tensors = dict(model.named_buffers(remove_duplicate=False)) | dict(model.named_parameters(remove_duplicate=False))
+    return {name: _device_of(tensors[name], every, devices, offload_buffers) for name, every in _names(match).items()}
 
 
 def materialize(
@@ -57,12 +71,8 @@ def materialize(
     error, Ctrl-C included, the model is what it was. Raises `PlanError`, and `CheckpointError` when a file has changed since it was opened.
     """
     started = time.perf_counter()
-    devices = None if device_map is None else normalized(device_map)
-    if devices is not None:
-        check_covering(model, devices)
     names = _names(match)
-    tensors = dict(model.named_buffers(remove_duplicate=False)) | dict(model.named_parameters(remove_duplicate=False))
-    keys = {name: _device_of(tensors[name], every, devices, offload_buffers) for name, every in names.items()}
+    keys = placements(model, match, device_map, offload_buffers=offload_buffers)
     targets: dict[DeviceKey, torch.device] = {key: as_device(key) for key in set(keys.values()) if key != "disk"}
     device_bytes: defaultdict[DeviceKey, int] = defaultdict(int)
     jobs: list[tuple[Transfer, torch.Tensor]] = []

@@ -1,0 +1,199 @@
+"""Loading a checkpoint into a model under the name that scripts know: open, match, check, materialize; an index for what stays on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+
+from ..constants import OFFLOAD_INDEX_NAME
+from ..device_map import normalized
+from ..devices import DeviceKey
+from ..errors import PlanError
+from ..progress import ProgressCallback
+from .atomic import write_atomically
+from .checkpoint import Checkpoint
+from .dtypes import dtype_rule
+from .folder_owner import OWNER_NAME, check_owner, write_owner
+from .host_memory import empty_host_tensor
+from .keys import KeyRules
+from .match import DtypeOf, Match, match
+from .materialize import materialize, placements
+from .offload_folder import load_offloaded_weight
+from .reader import Reader
+from .report import LoadReport
+from .set_tensor import set_module_tensor_to_device
+
+__all__ = ["load", "load_checkpoint_in_model", "load_offloaded_weights"]
+
+logger = logging.getLogger(__name__)
+
+
+def load(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    device_map: Mapping[str, object] | None = None,
+    *,
+    rules: KeyRules | None = None,
+    dtype_of: DtypeOf | None = None,
+    ignore_missing: Collection[str] = (),
+    ignore_unexpected: Collection[str] = (),
+    strict: bool = False,
+    offload_buffers: bool = False,
+    progress: bool | None = None,
+    progress_callback: ProgressCallback | None = None,
+) -> LoadReport:
+    """Everything from an open checkpoint to a filled model; see `match`, `Match.check` and `materialize` for arguments and errors.
+
+    Entries that fill nothing are a warning. No file is written.
+    """
+    found = match(
+        model, checkpoint, rules, dtype_of=dtype_of, ignore_missing=list(ignore_missing), ignore_unexpected=list(ignore_unexpected)
+    )
+    found.check(strict=strict)
+    _report_unexpected(model, found)
+    return materialize(model, found, device_map, offload_buffers=offload_buffers, progress=progress, progress_callback=progress_callback)
+
+
+def _report_unexpected(model: nn.Module, found: Match) -> None:
+    if found.unexpected:
+        more = f" and {len(found.unexpected) - 20} more" if len(found.unexpected) > 20 else ""
+        logger.warning(
+            "Some weights of the model checkpoint at %s were not used when initializing %s: %s%s.",
+            found.location,
+            type(model).__name__,
+            ", ".join(found.unexpected[:20]),
+            more,
+        )
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | Path,
+    device_map: Mapping[str, object] | None = None,
+    offload_folder: str | Path | None = None,
+    dtype: torch.dtype | str | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Collection[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Fills `model` from a checkpoint: a file, an `*.index.json`, or a folder (see `Checkpoint.open`).
+
+    Args:
+        device_map: module name → device. None fills tensors where they are, and on CPU those on meta. What is mapped to "disk" becomes a
+            meta tensor, and `offload_folder` gets an `index.json` that points into the checkpoint: nothing of it is copied.
+        offload_folder: needed with "disk". It is refused when it belongs to another model.
+        dtype: of floating tensors; by default each keeps the model's own.
+        offload_state_dict: accepted for old scripts; memory stays flat without it.
+        offload_buffers: whether buffers mapped to "disk" stay there; otherwise they come to the CPU.
+        keep_in_fp32_modules: with float16, tensors with one of these among the components of their name stay in float32.
+        offload_8bit_bnb: accepted for old scripts.
+        strict: whether tensors in the checkpoint that the model has no place for are an error; otherwise they are a warning.
+        full_state_dict, broadcast_from_rank0: for several processes and `device_map=None`, as in
+            `torch.distributed.checkpoint.state_dict.StateDictOptions`.
+
+    Raises:
+        MatchError: tensors that nothing fills, other shapes, lost scales; before anything is read. CheckpointError: damaged files.
+        PlanError (ValueError): a map that does not cover the model, "disk" without a folder. The model is unchanged after any of them.
+    """
+    if device_map is None and torch.distributed.is_available() and torch.distributed.is_initialized() and broadcast_from_rank0:
+        _load_from_rank0(model, checkpoint, full_state_dict=full_state_dict, strict=strict)
+        return
+    devices = None if device_map is None else normalized(device_map)
+    if devices is None or "disk" not in devices.values():
+        load(model, Checkpoint.open(checkpoint), devices, dtype_of=dtype_rule(dtype, keep_in_fp32_modules), strict=strict)
+        return
+    if offload_folder is None:
+        raise PlanError("At least one of the model submodule will be offloaded to disk, please pass along an `offload_folder`.")
+    opened = Checkpoint.open(checkpoint)
+    source = str(opened.location.resolve())
+    check_owner(offload_folder, model, source)
+    found = match(model, opened, dtype_of=dtype_rule(dtype, keep_in_fp32_modules))
+    found.check(strict=strict)
+    index = _offload_index(found, placements(model, found, devices, offload_buffers=offload_buffers))
+    with _restorable_folder(Path(offload_folder)):
+        write_owner(offload_folder, model, source)
+        write_atomically(Path(offload_folder) / OFFLOAD_INDEX_NAME, json.dumps(index, indent=2).encode())
+        materialize(model, found, devices, offload_buffers=offload_buffers)
+    _report_unexpected(model, found)
+
+
+def _offload_index(found: Match, keys: Mapping[str, DeviceKey]) -> dict[str, dict[str, Any]]:
+    """An offload index whose entries point into the checkpoint, for all names of the tensors that stay there."""
+    index: dict[str, dict[str, Any]] = {}
+    for name, transfer in found.transfers.items():
+        if keys[name] != "disk":
+            continue
+        (entry,) = transfer.entries()
+        kind = "safetensors_file" if entry.file.suffix == ".safetensors" else "torch_file"
+        index[name] = {
+            kind: str(entry.file.resolve()),
+            "weight_name": entry.name,
+            "dtype": str(transfer.dtype).removeprefix("torch."),
+            "shape": list(transfer.shape),
+        }
+    return index | {alias: index[first] for alias, first in found.aliases.items() if first in index}
+
+
+@contextlib.contextmanager
+def _restorable_folder(folder: Path) -> Iterator[None]:
+    """Makes the folder; after an error it is gone again, or its index and note are what they were."""
+    existed = folder.is_dir()
+    os.makedirs(folder, exist_ok=True)
+    files = [folder / OFFLOAD_INDEX_NAME, folder / OWNER_NAME]
+    before = {file: file.read_bytes() if file.is_file() else None for file in files}
+    try:
+        yield
+    except BaseException:
+        for file, content in before.items():
+            if content is not None:
+                write_atomically(file, content)
+            else:
+                file.unlink(missing_ok=True)
+        if not existed:
+            folder.rmdir()
+        raise
+
+
+def _load_from_rank0(model: nn.Module, checkpoint: str | Path, *, full_state_dict: bool, strict: bool) -> None:
+    """Reads on rank 0 alone and lets torch hand the values to the other processes."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # takes seconds to import
+
+    state: dict[str, Any] = {}
+    if torch.distributed.get_rank() == 0:
+        opened = Checkpoint.open(checkpoint)
+        found = match(model, opened)
+        found.check(strict=strict)
+        state = {name: empty_host_tensor(transfer.shape, transfer.dtype) for name, transfer in found.transfers.items()}
+        Reader(found.identities).read([(transfer, state[name]) for name, transfer in found.transfers.items()])
+        state |= {alias: state[first] for alias, first in found.aliases.items()}
+    options = StateDictOptions(full_state_dict=full_state_dict, strict=strict, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
+
+
+def load_offloaded_weights(model: nn.Module, index: Mapping[str, Mapping[str, Any]] | None, offload_folder: str | Path) -> None:
+    """Brings weights that were written to `offload_folder` back into `model`, on CPU. Nothing happens without an index.
+
+    A weight that stands beside its scales (`<name>.SCB`) gets them.
+    """
+    for name, info in (index or {}).items():
+        if name.endswith(".SCB"):
+            continue
+        scales = f"{name.rpartition('.')[0]}.SCB"
+        statistics = None
+        if name.endswith(".weight") and index is not None and scales in index:
+            statistics = load_offloaded_weight(Path(offload_folder) / f"{scales}.dat", index[scales])
+        value = load_offloaded_weight(Path(offload_folder) / f"{name}.dat", info)
+        set_module_tensor_to_device(model, name, "cpu", value=value, fp16_statistics=statistics)

@@ -1,0 +1,135 @@
+"""Building models without memory: their parameters appear on the meta device, in this thread alone."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+
+from ..progress import environment_flag
+from .replace import new_parameter
+
+__all__ = ["init_empty_weights", "init_on_device"]
+
+_FILLING: Final = frozenset(
+    {getattr(nn.init, name) for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")}
+    | {
+        getattr(torch.Tensor, name)
+        for name in (
+            "uniform_",
+            "normal_",
+            "log_normal_",
+            "exponential_",
+            "cauchy_",
+            "geometric_",
+            "random_",
+            "bernoulli_",
+            "zero_",
+            "fill_",
+        )
+    }
+)
+"""Functions that only give values, and return the tensor that they got."""
+
+
+class _SkipFilling(TorchFunctionMode):
+    """Leaves out initialisations of meta tensors: torch would compute their shapes again at every step, for nothing."""
+
+    def __torch_function__(self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FILLING:
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta":
+                return tensor
+        return func(*args, **kwargs)
+
+
+class _Contexts(threading.local):
+    """The contexts that this thread is in, innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Registration] = []
+
+
+_contexts = _Contexts()
+_lock = threading.Lock()
+_users = 0
+_hook: Any = None
+
+
+class _Registration:
+    """Moves parameters when they are registered, and remembers which became which: a tie made before the registration is kept too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+
+    def moved(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter.device == self._device:
+            return None
+        known = self._moved.get(id(parameter))
+        if known is not None and known[0]() is parameter:
+            return known[1]
+        new = new_parameter(parameter, parameter.detach().to(self._device))
+        self._moved[id(parameter)] = (weakref.ref(parameter), new)
+        return new
+
+
+def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    """torch calls this in every thread; only those inside a context see an effect."""
+    if parameter is None or not _contexts.stack:
+        return None
+    return _contexts.stack[-1].moved(parameter)
+
+
+@contextlib.contextmanager
+def _moving_parameters(device: torch.device) -> Iterator[None]:
+    global _users, _hook
+    with _lock:
+        if _users == 0:
+            _hook = register_module_parameter_registration_hook(_on_registration)  # type: ignore[arg-type]  # its result counts
+        _users += 1
+    _contexts.stack.append(_Registration(device))
+    try:
+        yield
+    finally:
+        _contexts.stack.pop()
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                _hook.remove()
+                _hook = None
+
+
+@contextlib.contextmanager
+def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+    """Modules built inside have their parameters on meta: no memory, no initialisation. Ties made inside are kept.
+
+    `include_buffers=True` puts buffers there too, so computed ones (rotary tables) lose their values; by default they are real, on CPU.
+    None reads `BIGMODEL_INIT_INCLUDE_BUFFERS` (or `ACCELERATE_INIT_INCLUDE_BUFFERS`). Other threads are not affected.
+    """
+    with init_on_device(torch.device("meta"), include_buffers=include_buffers):
+        yield
+
+
+@contextlib.contextmanager
+def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
+    """Modules built inside have their parameters on `device`; with `include_buffers=True` every tensor made there.
+
+    See `init_empty_weights`.
+    """
+    if include_buffers is None:
+        include_buffers = environment_flag("INIT_INCLUDE_BUFFERS")
+    device = torch.device(device)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(device if include_buffers else _moving_parameters(device))
+        if device.type == "meta":
+            stack.enter_context(_SkipFilling())
+        yield

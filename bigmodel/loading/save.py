@@ -1,0 +1,193 @@
+"""Saving a model shard by shard, tensor by tensor, without ever holding it: safetensors files and their index."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ..constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_PATTERN_NAME
+from ..errors import CheckpointError
+from ..protocols import TensorSpec
+from .atomic import write_all
+from .formats.safetensors import DTYPE_NAMES
+
+__all__ = ["Fetch", "save_model"]
+
+Fetch = Callable[[str], torch.Tensor]
+"""Name in the state dict → its values, on any device."""
+
+DEFAULT_SHARD_BYTES: Final = 5 * 10**9
+WRITE_BYTES: Final = 16 << 20
+
+
+def save_model(
+    model: nn.Module,
+    folder: str | Path,
+    max_shard_size: int = DEFAULT_SHARD_BYTES,
+    safe_serialization: bool = True,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    fetch: Fetch | None = None,
+) -> list[Path]:
+    """Writes the state dict of `model` to `folder`: `model.safetensors`, or numbered shards and `model.safetensors.index.json`.
+
+    Args:
+        max_shard_size: bytes of tensors in a shard; a larger tensor has a shard of its own.
+        safe_serialization: False writes torch's format (`pytorch_model.bin`), which holds one shard in memory.
+        metadata: added to the files' own.
+        fetch: gives the values of a name in the state dict, for models whose weights are elsewhere; by default the tensor itself.
+
+    Names of one tensor (ties, and views of the same memory) are saved once; the files' metadata maps the other names to the one that is
+    there, as `safetensors.torch.save_model` does, and loading fills them from it. In memory is one tensor at a time. All files appear
+    together when they are complete, and shards of an earlier save are removed then; an error leaves the folder as it was.
+
+    Returns the files. Raises `CheckpointError` for tensors without values (on meta), for what is no tensor, and for values that `fetch`
+    gives with another shape or dtype.
+    """
+    folder = Path(folder)
+    tensors = _tensors(model)
+    kept, aliases = _without_aliases(model, tensors)
+    if fetch is None:
+        empty = [name for name in kept if kept[name].device.type == "meta"]
+        if empty:
+            raise CheckpointError(
+                f"{len(empty)} tensors have no values to save (they are on meta): {', '.join(empty[:10])}. "
+                "Save through bigmodel's own functions, which fetch offloaded weights, or load the model first."
+            )
+        fetch = tensors.__getitem__
+    specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in kept.items()}
+    shards = _shards(specs, max_shard_size)
+    pattern, index_name = (
+        (SAFE_WEIGHTS_PATTERN_NAME, SAFE_WEIGHTS_INDEX_NAME) if safe_serialization else (WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME)
+    )
+    names = [pattern.format(suffix="" if len(shards) == 1 else f"-{n:05d}-of-{len(shards):05d}") for n in range(1, len(shards) + 1)]
+    existed = folder.is_dir()
+    os.makedirs(folder, exist_ok=True)
+    try:
+        with _published_together(folder, pattern, index_name) as temporary:
+            for name, shard in zip(names, shards, strict=True):
+                if safe_serialization:
+                    own = {alias: first for alias, first in aliases.items() if first in shard}
+                    _write_safetensors(temporary / name, shard, fetch, {"format": "pt", **(metadata or {}), **own})
+                else:
+                    values = {each: _fetched(fetch, each, spec).to("cpu") for each, spec in shard.items()}
+                    torch.save(values | {alias: values[first] for alias, first in aliases.items() if first in values}, temporary / name)
+            if len(shards) > 1:
+                weight_map = {each: name for name, shard in zip(names, shards, strict=True) for each in shard}
+                total = sum(_nbytes(spec) for spec in specs.values())
+                index = {"metadata": {"total_size": total, **(metadata or {})}, "weight_map": weight_map}
+                (temporary / index_name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    except BaseException:
+        if not existed:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+    return [folder / name for name in names]
+
+
+def _nbytes(spec: TensorSpec) -> int:
+    return torch.Size(spec.shape).numel() * spec.dtype.itemsize
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(f"{name!r} in the state dict is a {type(value).__name__}, not a tensor; it cannot be saved here.")
+    return state
+
+
+def _without_aliases(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors that have to be saved, and the names that stand for the very same bytes → the name that is saved."""
+    kept: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, tensor in tensors.items():
+        # Empty and meta tensors have no address to be compared by; the same object is the same tensor anywhere.
+        has_address = tensor.device.type != "meta" and tensor.numel() > 0
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if has_address else id(tensor)
+        known = first.setdefault(key, name)
+        if known == name:
+            kept[name] = tensor
+        else:
+            aliases[name] = known
+    return kept, aliases
+
+
+def _shards(specs: Mapping[str, TensorSpec], limit: int) -> list[dict[str, TensorSpec]]:
+    shards: list[dict[str, TensorSpec]] = [{}]
+    size = 0
+    for name, spec in specs.items():
+        if shards[-1] and size + _nbytes(spec) > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = spec
+        size += _nbytes(spec)
+    return shards
+
+
+def _fetched(fetch: Fetch, name: str, spec: TensorSpec) -> torch.Tensor:
+    tensor = fetch(name).detach()
+    if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype or tensor.device.type == "meta":
+        raise CheckpointError(
+            f"{name!r} should be saved with shape {list(spec.shape)} and {spec.dtype}; "
+            f"its values came with {list(tensor.shape)}, {tensor.dtype}, on {tensor.device}."
+        )
+    return tensor
+
+
+def _write_safetensors(file: Path, specs: Mapping[str, TensorSpec], fetch: Fetch, metadata: Mapping[str, str]) -> None:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    # The widest dtypes first, so that every tensor is aligned to its own.
+    ordered = sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    position = 0
+    for name, spec in ordered:
+        if spec.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{name!r} is {spec.dtype}, which safetensors cannot hold; use safe_serialization=False.")
+        header[name] = {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [position, position + _nbytes(spec)],
+        }
+        position += _nbytes(spec)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(file, "wb", buffering=0) as stream:
+        write_all(stream, len(text).to_bytes(8, "little") + text)
+        for name, spec in ordered:
+            if _nbytes(spec):
+                for part in _parts(_fetched(fetch, name, spec)):
+                    write_all(stream, part)
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor, row-major, in parts that fit the staging memory."""
+    flat = tensor.contiguous().reshape(-1)
+    step = max(1, WRITE_BYTES // tensor.dtype.itemsize)
+    for start in range(0, flat.numel(), step):
+        yield flat[start : start + step].to("cpu").view(torch.uint8).numpy().data
+
+
+@contextlib.contextmanager
+def _published_together(folder: Path, pattern: str, index_name: str) -> Iterator[Path]:
+    """A temporary folder whose files are moved to `folder` when the block ends, the index last; then what an earlier save left goes."""
+    temporary = Path(tempfile.mkdtemp(dir=folder, prefix=".saving-"))
+    try:
+        yield temporary
+        new = sorted(temporary.iterdir(), key=lambda file: file.name == index_name)
+        old = set(folder.glob(pattern.format(suffix="-*-of-*"))) | {folder / index_name, folder / pattern.format(suffix="")}
+        for file in new:
+            os.replace(file, folder / file.name)
+        for file in old - {folder / file.name for file in new}:
+            file.unlink(missing_ok=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

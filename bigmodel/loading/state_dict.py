@@ -1,0 +1,56 @@
+"""One checkpoint file as a dict of tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from ..device_map import device_for, normalized
+from ..devices import as_device
+from .checkpoint import Checkpoint
+from .host_memory import empty_host_tensor
+from .keys import Whole
+from .reader import Reader
+from .transfer import lower
+
+__all__ = ["load_state_dict"]
+
+logger = logging.getLogger(__name__)
+
+
+def load_state_dict(checkpoint_file: str | Path, device_map: Mapping[str, object] | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file or of one that `torch.save` wrote, in memory of their own.
+
+    Each goes to the device of its entry in `device_map`; "disk", unmapped names and a file of torch go to CPU. Raises `CheckpointError` for
+    a damaged file, OSError for safetensors of an unknown framework, ValueError for tensors of tf or flax.
+    """
+    file = Path(checkpoint_file)
+    if file.suffix != ".safetensors":
+        state: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+        return state
+    checkpoint = Checkpoint.open(file)
+    framework = checkpoint.metadata.get("format")
+    if framework is None:
+        logger.warning("%s: does not say which framework its tensors are for (metadata 'format'); taken as PyTorch's.", file)
+    elif framework in ("tf", "flax"):
+        raise ValueError(f"{file}: its tensors are laid out for {framework!r}, not for PyTorch; convert it first.")
+    elif framework != "pt":
+        raise OSError(f"{file}: its metadata names the unknown framework {framework!r}; known is 'pt'.")
+    devices = normalized(device_map or {})
+    jobs = []
+    for name, entry in checkpoint.entries.items():
+        key = device_for(name, devices)
+        device = torch.device("cpu") if key is None or key == "disk" else as_device(key)
+        transfer = lower(Whole(name), checkpoint.entries, name, entry.dtype)
+        is_host = device.type == "cpu"
+        tensor = empty_host_tensor(entry.shape, entry.dtype) if is_host else torch.empty(entry.shape, dtype=entry.dtype, device=device)
+        jobs.append((transfer, tensor))
+    reader = Reader(checkpoint.identities)
+    try:
+        reader.read(jobs)
+    finally:
+        reader.close()
+    return {transfer.target: tensor for transfer, tensor in jobs}
