@@ -1,17 +1,123 @@
-"""The folder in which a model's files lie, fetched from the hub where it is not one already."""
+"""The folder in which a model's files lie: a local one, or the hub's cache after the files that are needed have come there."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any, Final
 
-from ...errors import CheckpointNotFoundError
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from ...constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from ...errors import CheckpointError, CheckpointNotFoundError
 
 __all__ = ["resolve"]
 
+_WEIGHTS: Final = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME)
+"""What a checkpoint can begin with; the first one that the repository has is taken, the others are not fetched."""
+_DOWNLOADS: Final = 8
+"""Shards fetched at once."""
 
-def resolve(path_or_id: str | os.PathLike[str], *, revision: str | None = None, local_files_only: bool = False) -> Path:
+
+def resolve(
+    path_or_id: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    trust_remote_code: bool = False,
+) -> Path:
+    """The folder with the configuration and the weights of a model.
+
+    Of a model on the hub only `config.json`, `generation_config.json`, the weights in one format (and code, if it may run) are fetched, all
+    of one commit, into huggingface_hub's cache. Endpoint, token, cache folder and offline mode are those of huggingface_hub's environment
+    variables (`HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME`, `HF_HUB_OFFLINE`).
+
+    Raises:
+        CheckpointNotFoundError: neither a folder nor a model on the hub, or one without configuration or weights. CheckpointError: the hub
+        refuses access or cannot be reached.
+    """
     path = Path(path_or_id)
     if path.is_dir():
         return path
-    raise CheckpointNotFoundError(f"{os.fspath(path_or_id)!r} is not a folder.")
+    if path.exists():
+        raise CheckpointError(f"{os.fspath(path)!r} is a file. Give the folder that holds it and its config.json.")
+    name = os.fspath(path_or_id)
+    fetch = partial(hf_hub_download, name, revision=revision, local_files_only=local_files_only)
+    config = _explained(name, revision, partial(fetch, "config.json"))
+    folder = Path(config).parent
+    # The cache names the folder after the commit: everything else comes from the same one, whatever happens to the branch meanwhile.
+    fetch = partial(hf_hub_download, name, revision=folder.name, local_files_only=local_files_only)
+    _explained(name, revision, partial(_fetch_rest, name, fetch))
+    if trust_remote_code:
+        code = partial(snapshot_download, name, revision=folder.name, local_files_only=local_files_only, allow_patterns="*.py")
+        _explained(name, revision, code)
+    return folder
+
+
+def _fetch_rest(name: str, fetch: Callable[[str], str]) -> None:
+    """Fetches the weights and the generation configuration. Raises `CheckpointNotFoundError` where there are no weights."""
+    unreachable = None
+    start = None
+    for file in ("generation_config.json", *_WEIGHTS):
+        try:
+            found = fetch(file)
+        except LocalEntryNotFoundError as error:
+            # Without a connection: not in the cache, perhaps because the repository lacks it.
+            unreachable = error
+        except EntryNotFoundError:
+            continue
+        else:
+            if file in _WEIGHTS:
+                start = found
+                break
+    if start is None:
+        missing = CheckpointNotFoundError(f"The model {name!r} has a configuration but no weights: none of {', '.join(_WEIGHTS)} is there.")
+        raise unreachable or missing
+    if not start.endswith(".json"):
+        return
+    try:
+        shards = sorted(set(json.loads(Path(start).read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{start} of the model {name!r} is not an index of shards: {error!r}") from error
+    with ThreadPoolExecutor(max_workers=_DOWNLOADS) as pool:
+        # `list` raises what a download raised.
+        list(pool.map(fetch, shards))
+
+
+def _explained(name: str, revision: str | None, call: Callable[[], Any]) -> Any:
+    """Runs a download; what goes wrong becomes one of bigmodel's errors, with what to do."""
+    try:
+        return call()
+    except CheckpointError:
+        raise
+    except HFValidationError as error:
+        raise CheckpointNotFoundError(f"{name!r} is neither a folder nor the id of a model on the hub ('owner/name').") from error
+    except GatedRepoError as error:
+        raise CheckpointError(f"The model {name!r} is gated: accept its conditions on the hub and log in (`hf auth login`).") from error
+    except RevisionNotFoundError as error:
+        raise CheckpointNotFoundError(f"The model {name!r} has no branch, tag or commit {revision!r}.") from error
+    except RepositoryNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"{name!r} is neither a folder nor a model on the hub. If it is a private model, log in first (`hf auth login`)."
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"The hub cannot be reached (or is not to be), and the model {name!r} is not in its cache, or not all of it: {error}"
+        ) from error
+    except EntryNotFoundError as error:
+        raise CheckpointNotFoundError(f"The model {name!r} on the hub lacks a file: {error}") from error
+    # The hub's client lets errors of several HTTP libraries through.
+    except Exception as error:
+        raise CheckpointError(f"The model {name!r} cannot be fetched from the hub: {error!r}") from error

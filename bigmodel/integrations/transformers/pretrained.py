@@ -79,7 +79,7 @@ def from_pretrained(
         model's shape, or need scales; the message names them. PlanError: the device map or the budgets cannot work.
     """
     transformers_module()
-    folder = resolve(path_or_id, revision=revision, local_files_only=local_files_only)
+    folder = resolve(path_or_id, revision=revision, local_files_only=local_files_only, trust_remote_code=trust_remote_code)
     overrides = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     config = load_config(folder, trust_remote_code=trust_remote_code, **overrides)
     _refuse_quantized(path_or_id, config)
