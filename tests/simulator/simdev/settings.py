@@ -46,9 +46,9 @@ def apply(extension: ModuleType, count: int, memory: int | str | Sequence[int | 
         raise TypeError(f"Unknown settings of the simulated accelerator: {sorted(unknown)}. There are {sorted(DEFAULTS)}.")
     if not 0 <= count <= MAX_DEVICES:
         raise ValueError(f"{count} simulated devices asked for; 0 to {MAX_DEVICES} are possible.")
-    capacities = [memory] * count if isinstance(memory, (int, str)) else list(memory)
+    capacities = [parse_bytes(size) for size in ([memory] * count if isinstance(memory, (int, str)) else memory)]
     if len(capacities) != count:
         raise ValueError(f"{count} simulated devices, but {len(capacities)} capacities: {capacities}.")
     extension.configure({**DEFAULTS, **settings, "devices": count})
     for index, capacity in enumerate(capacities):
-        extension.set_capacity(index, parse_bytes(capacity))
+        extension.set_capacity(index, capacity)
