@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
 import torch
@@ -69,13 +70,16 @@ def find_blocks(model: nn.Module, no_split_module_classes: str | Collection[str]
     """Names of the modules that are never split across devices, outermost only, in the order of the model.
 
     Blocks are the modules of the classes named in `no_split_module_classes`; without these, of those in the model's own
-    `_no_split_modules` (transformers); without these either, the repeated children of the model's `ModuleList`s. Where lists of the same
-    kind are nested (stages of layers), the longer list holds the blocks.
+    `_no_split_modules` (transformers); without these, or where the model holds none of them, the repeated children of its `ModuleList`s.
+    Where lists are nested, the outer one holds the blocks if its children are alike and more than lists (layers of experts, which a
+    residual runs around); else the longer one (stages of layers).
     """
     classes = no_split_module_classes or getattr(model, "_no_split_modules", None)
     if classes:
         classes = {classes} if isinstance(classes, str) else set(classes)
-        return _outermost(model, "", lambda module: type(module).__name__ in classes)
+        found = _outermost(model, "", lambda module: type(module).__name__ in classes)
+        if found or no_split_module_classes:
+            return found
     return _repeated_children(model, "")[0]
 
 
@@ -100,6 +104,16 @@ def _repeated_children(module: nn.Module, name: str) -> tuple[list[str], int]:
         and len({type(child) for _, child in children}) == 1
         and any(True for _ in module.parameters())
     )
-    if is_list and len(children) >= longest:
+    if is_list and (len(children) >= longest or _are_layers([child for _, child in children])):
         return [child_name for child_name, _ in children], len(children)
     return [block for blocks, _ in below for block in blocks], longest
+
+
+def _are_layers(modules: list[nn.Module]) -> bool:
+    """Whether most of the modules hold tensors of the same names and shapes, and not all of them inside longer lists."""
+    layouts = [tuple((name, tensor.shape) for name, tensor in module.named_parameters()) for module in modules]
+    layout, count = Counter(layouts).most_common(1)[0]
+    if 2 * count <= len(modules):
+        return False
+    inner = tuple(f"{block}." for block in _repeated_children(modules[layouts.index(layout)], "")[0])
+    return any(not name.startswith(inner) for name, _ in layout)

@@ -17,6 +17,7 @@ from .sizes import (
     get_max_layer_size,
     get_module_leaves,
 )
+from .skeleton import skeleton
 from .ties import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
@@ -47,4 +48,5 @@ __all__ = [
     "infer_auto_device_map",
     "plan",
     "retie_parameters",
+    "skeleton",
 ]

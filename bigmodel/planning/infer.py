@@ -57,9 +57,9 @@ def infer_auto_device_map(
     units = join_tied(inventory, offload_buffers=True, alignment=1, whole_embeddings=True)
     assignment = assign(units, budgets, main_holds=True, overlap_first=None if inventory.blocks else True)
     expected = walk(units, budgets)
-    if expected is not None and not is_better(assignment, expected, units):
-        if expected.moved_bytes == 0 or not inventory.blocks or second_slot_costs_much(units):
-            assignment = expected
+    one_slot_will_do = not inventory.blocks or second_slot_costs_much(units)
+    if expected is not None and (expected.moved_bytes == 0 or one_slot_will_do) and not is_better(assignment, expected, units):
+        assignment = expected
     refuse_unplaced(units, assignment, budgets)
 
     device_map = map_entries(inventory, units, assignment)

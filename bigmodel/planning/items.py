@@ -144,6 +144,8 @@ def join_tied(
     With `offload_buffers` the buffers of the state dict travel with their item; computed ones never do. While a group passes through, each
     of its tensors starts at a multiple of `alignment` bytes. With `whole_embeddings` an embedding table travels like any other weight.
     """
+    if sum(len(item.tensors) for item in inventory.items) == len(inventory.nbytes):  # nothing is shared
+        return [_unit((item,), inventory, offload_buffers, alignment, whole_embeddings) for item in inventory.items]
     parent = list(range(len(inventory.items)))
 
     def root(index: int) -> int:

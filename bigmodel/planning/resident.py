@@ -68,7 +68,7 @@ def _filled_later(sizes: Sequence[int], limits: Sequence[int]) -> list[int | Non
 
 
 def _balanced_limits(sizes: Sequence[int], limits: list[int], mode: str) -> list[int]:
-    """The limits lowered to the smallest common level at which the units still fit in order (the first device's apart, for `balanced_low_0`)."""
+    """The limits lowered to the smallest level at which the units still fit in order; the first device's own level for `balanced_low_0`."""
     if mode == "sequential" or len(limits) == 1:
         return limits
 

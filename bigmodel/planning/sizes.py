@@ -131,14 +131,29 @@ def compute_module_sizes(
     """
     rule = tensor_bytes_rule(dtype, special_dtypes)
     sizes: defaultdict[str, int] = defaultdict(int)
-    tensors: list[tuple[str, torch.Tensor]] = [] if buffers_only else list(model.named_parameters())
-    tensors += model.named_buffers()
-    for name, tensor in tensors:
-        nbytes = rule(name, tensor)
-        sizes[name] += nbytes
-        while name:
-            name = name.rpartition(".")[0]
-            sizes[name] += nbytes
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, path: str) -> bool:
+        """Fills in everything below `module`; whether there was anything that was not counted before."""
+        sizes[path] = 0  # parents stand before their children
+        prefix = f"{path}." if path else ""
+        total_bytes, found = 0, False
+        for tensors in (module._buffers,) if buffers_only else (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    sizes[prefix + name] = nbytes = rule(prefix + name, tensor)
+                    total_bytes, found = total_bytes + nbytes, True
+        for name, child in module._modules.items():
+            if child is not None and visit(child, prefix + name):
+                total_bytes, found = total_bytes + sizes[prefix + name], True
+        if found:
+            sizes[path] = total_bytes
+        elif path:
+            del sizes[path]
+        return found
+
+    visit(model, "")
     return sizes
 
 
