@@ -14,7 +14,7 @@ from types import ModuleType
 
 import torch
 
-from .build import SimulatorBuildError, build
+from .compilation import SimulatorBuildError, build
 from .device_module import device_module
 from .settings import MAX_DEVICES
 

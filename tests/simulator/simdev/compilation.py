@@ -70,7 +70,7 @@ def build() -> Path:
 def _compiler_version() -> str:
     if shutil.which(COMPILER) is None:
         raise SimulatorBuildError(
-            f"The simulated accelerator is a C++ extension and there is no {COMPILER} on the PATH. Install it: apt-get install {COMPILER}"
+            f"The simulated accelerator is a C++ extension and there is no {COMPILER} on the PATH. Install it: apt-get install g++"
         )
     return subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True).stdout
 
@@ -118,6 +118,7 @@ def _produce(target: Path, arguments: list[str]) -> None:
     partial = target.with_name(f"{target.name}.partial")
     done = subprocess.run([COMPILER, *arguments, "-o", str(partial)], capture_output=True, text=True)
     if done.returncode != 0:
+        partial.unlink(missing_ok=True)
         said = done.stderr[-4000:]
         raise SimulatorBuildError(f"The simulated accelerator does not build: {COMPILER} failed on {target.name}.\n{said}")
     os.replace(partial, target)
