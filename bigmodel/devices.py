@@ -21,7 +21,9 @@ __all__ = [
     "as_key",
     "available_host_bytes",
     "clear_device_cache",
+    "current_device",
     "device_memory",
+    "on_stream",
     "private_bytes",
     "synchronize",
 ]
@@ -185,3 +187,17 @@ def current_device(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.accelerator.set_device_index(before)
+
+
+@contextlib.contextmanager
+def on_stream(stream: torch.Stream) -> Iterator[None]:
+    """Makes `stream`, and its device, the current ones of this thread."""
+    device_before = torch.accelerator.current_device_index()
+    torch.accelerator.set_device_index(stream.device.index or 0)
+    before = torch.accelerator.current_stream()
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(device_before)

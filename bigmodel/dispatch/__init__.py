@@ -1,0 +1,60 @@
+"""Bringing weights to the arithmetic: groups, placeholders, the pool that they pass through, and the hooks that do it."""
+
+from __future__ import annotations
+
+from .align import AlignDevicesHook, has_offloaded_params
+from .attach import attach_align_device_hook, attach_align_device_hook_on_blocks, attach_execution_device_hook
+from .engine import dispatch, dispatched, undispatch
+from .hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module, remove_hook_from_submodules
+from .lazy import LazyTensor
+from .movement import find_device, is_namedtuple, send_to_device
+from .offload_hooks import (
+    SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,
+    CpuOffload,
+    LayerwiseCastingHook,
+    UserCpuOffloadHook,
+    attach_cpu_offload_hook,
+    attach_layerwise_casting_hooks,
+)
+from .origin import Origin
+from .placeholder import Placeholder
+from .state import Placement, PlacementRow, align_module_device, get_parameter, placement, update_parameter
+from .stores import MappingStore, MemoryStore, ResidentStore, as_store
+
+__all__ = [
+    "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
+    "AlignDevicesHook",
+    "CpuOffload",
+    "LayerwiseCastingHook",
+    "LazyTensor",
+    "MappingStore",
+    "MemoryStore",
+    "ModelHook",
+    "Origin",
+    "Placeholder",
+    "Placement",
+    "PlacementRow",
+    "ResidentStore",
+    "SequentialHook",
+    "UserCpuOffloadHook",
+    "add_hook_to_module",
+    "align_module_device",
+    "as_store",
+    "attach_align_device_hook",
+    "attach_align_device_hook_on_blocks",
+    "attach_cpu_offload_hook",
+    "attach_execution_device_hook",
+    "attach_layerwise_casting_hooks",
+    "dispatch",
+    "dispatched",
+    "find_device",
+    "get_parameter",
+    "has_offloaded_params",
+    "is_namedtuple",
+    "placement",
+    "remove_hook_from_module",
+    "remove_hook_from_submodules",
+    "send_to_device",
+    "undispatch",
+    "update_parameter",
+]

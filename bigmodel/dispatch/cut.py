@@ -1,0 +1,181 @@
+"""From a device map to decisions: where every tensor rests, where it runs, and which module's forward brings it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..device_map import covering_entry
+from ..devices import DeviceKey, as_device
+from ..errors import DispatchError
+from ..modules import find_blocks
+from .group import Owner
+
+__all__ = ["Cut", "Registered", "cut", "distinct_owners", "registered_tensors", "runs_itself"]
+
+_READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+"""torch modules that use the weights of their children without calling them; these weights travel with the parent."""
+
+
+@dataclass(slots=True)
+class Registered:
+    """One distinct tensor of a model with all places where it is registered."""
+
+    tensor: torch.Tensor
+    places: list[tuple[str, Owner]] = field(default_factory=list)
+    """Every full name, with the module's dict behind it; a shared module gives several names for one dict."""
+    persistent: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.places[0][0]
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.places]
+
+    @property
+    def owners(self) -> list[Owner]:
+        return distinct_owners(self.places)
+
+    @property
+    def is_buffer(self) -> bool:
+        return self.places[0][1].is_buffer
+
+
+def distinct_owners(places: Iterable[tuple[str, Owner]]) -> list[Owner]:
+    """The owners among the places, each once."""
+    return list({(id(owner.module), owner.attribute): owner for _, owner in places}.values())
+
+
+def registered_tensors(model: nn.Module) -> list[Registered]:
+    """Every distinct parameter and buffer, in the model's order, ties under all their names."""
+    found: dict[int, Registered] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for is_buffer, table in ((False, module._parameters), (True, module._buffers)):
+            for attribute, tensor in table.items():
+                if tensor is None:
+                    continue
+                entry = found.setdefault(id(tensor), Registered(tensor))
+                entry.places.append((f"{path}.{attribute}" if path else attribute, Owner(module, attribute, is_buffer)))
+                if is_buffer and attribute in module._non_persistent_buffers_set:
+                    entry.persistent = False
+    return list(found.values())
+
+
+@dataclass(slots=True)
+class Cut:
+    """A device map applied to a model: for every name of a tensor where it rests and runs, and the units that groups are made of."""
+
+    model: nn.Module
+    device_map: Mapping[str, DeviceKey]
+    main_device: torch.device
+    units: list[str]
+    """Modules whose tensors travel together, outermost only: blocks, and modules that read their children's weights."""
+    blocks: set[str]
+    first_names: dict[int, str]
+    """Every module's first name, by the module's id."""
+
+    def entry(self, name: str) -> str:
+        """The map entry that covers a tensor or module. Raises `DispatchError`."""
+        entry = covering_entry(name, self.device_map)
+        if entry is None:
+            raise DispatchError(f"The device map has no entry that covers {name!r}: add one, or '' for everything that is left.")
+        return entry
+
+    def rests(self, name: str) -> str:
+        """`"resident"`, `"cpu"` or `"disk"`."""
+        key = self.device_map[self.entry(name)]
+        if key == "disk" or (key == "cpu" and self.main_device.type != "cpu"):
+            return str(key)
+        return "resident"
+
+    def runs(self, name: str) -> torch.device:
+        """The execution device of a tensor's or module's forward."""
+        entry = covering_entry(name, self.device_map)
+        key = None if entry is None else self.device_map[entry]
+        return self.main_device if key is None or key in ("cpu", "disk") else as_device(key)
+
+    def unit(self, name: str) -> str:
+        """The module whose forward brings the tensor `name`: the unit around it, or else the module that holds it directly."""
+        holder = name.rpartition(".")[0]
+        inside = next((unit for unit in self.units if _is_within(holder, unit)), holder)
+        # A module that stands in two places is one unit, under its first name.
+        return self.first_names[id(self.model.get_submodule(inside))]
+
+    def within_block(self, name: str) -> bool:
+        """Whether the module `name` is a part of a block (and not one itself)."""
+        return any(name != block and _is_within(name, block) for block in self.blocks)
+
+    def boundaries(self) -> Iterator[str]:
+        """Names of the modules at which arguments may have to change devices: those of map entries, and the blocks below them.
+
+        A container without a forward of its own stands for its children.
+        """
+        seen: set[str] = set()
+        for entry in self.device_map:
+            try:
+                module = self.model.get_submodule(entry)
+            except AttributeError:
+                continue  # a tensor's own name, or nothing of this model
+            for name in _runnable(module, entry):
+                inside = [unit for unit in self.units if _is_within(unit, name) and covering_entry(unit, self.device_map) == entry]
+                for boundary in (name, *inside):
+                    if boundary not in seen:
+                        seen.add(boundary)
+                        yield boundary
+
+    def by_rows(self, unit: str) -> bool:
+        """Whether the module is an embedding of which a forward needs only the rows that occur."""
+        module = self.model.get_submodule(unit)
+        return isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse and module.weight.is_floating_point()
+
+
+def _is_within(name: str, module: str) -> bool:
+    return not module or name == module or name.startswith(f"{module}.")
+
+
+def runs_itself(module: nn.Module) -> bool:
+    """Whether the module has a forward; `ModuleList` and `ModuleDict` have none."""
+    return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
+
+
+def _runnable(module: nn.Module, name: str) -> Iterator[str]:
+    if runs_itself(module):
+        yield name
+        return
+    for child_name, child in module.named_children():
+        yield from _runnable(child, f"{name}.{child_name}" if name else child_name)
+
+
+def _outermost(names: Collection[str]) -> list[str]:
+    chosen: list[str] = []
+    for name in sorted(set(names)):
+        if not any(_is_within(name, other) for other in chosen):
+            chosen.append(name)
+    return chosen
+
+
+def cut(
+    model: nn.Module,
+    device_map: Mapping[str, DeviceKey],
+    main_device: torch.device,
+    *,
+    no_split_module_classes: Collection[str] | str | None = None,
+    preload_module_classes: Collection[str] | None = None,
+) -> Cut:
+    """Applies the map to the model. Nothing is changed. Raises `DispatchError` for a parameter that no entry covers."""
+    blocks = find_blocks(model, no_split_module_classes)
+    preloaded = set(preload_module_classes or ())
+    units = set(blocks)
+    for name, module in model.named_modules():
+        if isinstance(module, _READ_THEIR_CHILDREN) or type(module).__name__ in preloaded:
+            units.add(name)
+    first_names = {id(module): name for name, module in model.named_modules()}
+    result = Cut(model, device_map, main_device, _outermost(units), set(blocks), first_names)
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        result.entry(name)
+    return result

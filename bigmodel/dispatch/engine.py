@@ -1,0 +1,315 @@
+"""Dispatch: applies a device map to a model, and takes it off again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..device_map import normalized
+from ..devices import DeviceKey
+from ..errors import DispatchError
+from ..protocols import Store
+from .align import AlignDevicesHook
+from .cut import Cut, Registered, cut, distinct_owners, registered_tensors
+from .facade import put_on_facade, take_off_facade
+from .group import Group, Owner
+from .hooks import ModelHook, SequentialHook, add_hook_to_module, hooks_of, remove_hook_from_module
+from .lazy import LazyTensor
+from .offload import Resting, check_rests, make_group, restore, set_tensor
+from .origin import Tally
+from .placeholder import Placeholder
+from .schedule import Schedule
+from .stores import MemoryStore
+
+__all__ = ["Dispatched", "dispatch", "dispatched", "undispatch"]
+
+_STATE = "_bigmodel_dispatched"
+
+
+@dataclass
+class Dispatched:
+    """What a dispatched model carries with it."""
+
+    device_map: dict[str, DeviceKey]
+    main_device: torch.device
+    schedule: Schedule
+    hooked: list[nn.Module] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Dispatched:
+        made = Dispatched(dict(self.device_map), self.main_device, deepcopy(self.schedule, memo))
+        memo[id(self)] = made
+        made.hooked = [deepcopy(module, memo) for module in self.hooked]
+        return made
+
+
+class DispatchHook(AlignDevicesHook):
+    """The hook that `dispatch` adds. It differs from the one that users add in where it comes from, so that it can be told apart."""
+
+
+def dispatched(model: nn.Module) -> Dispatched | None:
+    """What `dispatch` left on the model; None if it is not dispatched."""
+    state = model.__dict__.get(_STATE)
+    return state if isinstance(state, Dispatched) else None
+
+
+def dispatch(
+    model: nn.Module,
+    device_map: Mapping[str, Any],
+    *,
+    main_device: torch.device,
+    store: Store | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | Collection[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    no_split_module_classes: Collection[str] | str | None = None,
+    force_hooks: bool = False,
+    prefetch: bool = True,
+    ring_bytes: int | None = None,
+) -> nn.Module:
+    """Places the model's tensors as the map says, and hooks the modules that need it. Returns the model.
+
+    Args:
+        device_map: module (or tensor) names → an accelerator's index (resident there), `"cpu"` (with an accelerator as the main device:
+            rests in RAM, runs on the main device; otherwise stays), `"disk"` (rests in `store`, runs on the main device).
+        main_device: where offloaded modules run, where inputs go, and where outputs come from.
+        store: where tensors that are on meta, or mapped to disk, rest, under their full names (any of a tied tensor's names).
+        offload_buffers: whether persistent buffers of offloaded modules are offloaded too.
+        skip_keys: names of arguments, and keys of nested dicts, that are never moved.
+        preload_module_classes: class names of modules whose weights all come with their own forward.
+        no_split_module_classes: class names of blocks; found if not given.
+        force_hooks: adds hooks even if nothing has to move.
+        prefetch: whether the next group is fetched while one computes.
+        ring_bytes: upper bound of the memory on an execution device that groups pass through; by default two of the largest.
+
+    A model that is dispatched already is dispatched anew. Raises `DispatchError`, with nothing changed, for a parameter that no entry
+    covers, a tensor on meta that rests nowhere, or one whose shape differs from what rests in the store.
+    """
+    plan = cut(
+        model,
+        normalized(device_map),
+        main_device,
+        no_split_module_classes=no_split_module_classes,
+        preload_module_classes=preload_module_classes,
+    )
+    tensors = registered_tensors(model)
+    known = frozenset(store.names()) if store is not None else frozenset()
+    decisions = [_decide(plan, tensor, store, known, offload_buffers) for tensor in tensors]
+    _strip(model)
+    schedule = Schedule(prefetch=prefetch, ring_bytes=ring_bytes)
+    groups = _offload(plan, decisions, schedule)
+    state = Dispatched(dict(plan.device_map), main_device, schedule)
+    _hook(plan, groups, state, skip_keys=skip_keys, force=force_hooks)
+    if state.hooked:
+        model.__dict__[_STATE] = state
+        put_on_facade(model, main_device)
+    return model
+
+
+@dataclass(slots=True)
+class _Decision:
+    """Where one tensor goes. `home` is the device where it is resident, or None if it is offloaded to `store` as `key`."""
+
+    tensor: Registered
+    home: torch.device | None
+    store: Store | None
+    key: str
+    away: dict[torch.device, list[tuple[str, Owner]]]
+    """The places that use it on another device than its home, by device."""
+
+
+def _decide(plan: Cut, tensor: Registered, store: Store | None, known: Collection[str], offload_buffers: bool) -> _Decision:
+    stays = tensor.is_buffer and not (offload_buffers and tensor.persistent)
+    rests = ["resident" if stays else plan.rests(name) for name in tensor.names]
+    # A tie of which one end is resident is resident: its bytes are there anyway.
+    home = next((plan.runs(name) for name, where in zip(tensor.names, rests, strict=True) if where == "resident"), None)
+    away: dict[torch.device, list[tuple[str, Owner]]] = {}
+    for name, owner in tensor.places:
+        device = plan.runs(name)
+        if device != home:
+            away.setdefault(device, []).append((name, owner))
+    key = next((name for name in tensor.names if name in known), "")
+    lazy = isinstance(tensor.tensor, LazyTensor)
+    on_meta = not lazy and tensor.tensor.device.type == "meta"
+    if key and store is not None and (on_meta or home is None):
+        check_rests(tensor.name, tensor.tensor, store, key)
+    if on_meta and not key:
+        if tensor.is_buffer and not tensor.persistent:
+            raise DispatchError(
+                f"The buffer {tensor.name} is on meta and not part of any checkpoint: compute it (build the model with its buffers on CPU) "
+                "before dispatching."
+            )
+        raise DispatchError(
+            f"{tensor.name} is on meta and rests nowhere: load it, or pass a store that keeps it (tried {', '.join(tensor.names)})."
+        )
+    if home is None and rests[0] == "disk" and not key and not lazy:
+        raise DispatchError(
+            f"{tensor.name} is mapped to disk, but nothing on disk keeps it: offload it to a folder first, or map it to 'cpu'."
+        )
+    if home is None and rests[0] == "cpu":
+        return _Decision(tensor, None, store if on_meta else None, key if on_meta else "", away)
+    return _Decision(tensor, home, store if key and (on_meta or not lazy or home is None) else None, key, away)
+
+
+def _offload(plan: Cut, decisions: list[_Decision], schedule: Schedule) -> dict[str, list[Group]]:
+    """Moves what is resident, takes out what is offloaded, and returns the groups that each unit's forward brings."""
+    memory = MemoryStore()
+    members: dict[tuple[frozenset[str], torch.device], list[Resting]] = {}
+    for decision in decisions:
+        tensor = decision.tensor
+        value = tensor.tensor
+        source, key = decision.store, decision.key
+        if decision.home is not None:
+            value = _settle(tensor, decision.home, source, key)
+            source = None
+        elif plan.rests(tensor.name) == "cpu" and not _in_ram(value):
+            source, key = memory, tensor.name
+            memory.put(key, _value(tensor.tensor, decision.store, decision.key))
+            if isinstance(value, LazyTensor):
+                value = _as_meta(value)
+        elif isinstance(value, LazyTensor) and source is not None and not _rewritten(value):
+            value = _as_meta(value)
+        elif isinstance(value, LazyTensor):
+            source = None
+        for device, places in decision.away.items():
+            units = frozenset(plan.unit(name) for name, _ in places)
+            members.setdefault((units, device), []).append(Resting(tensor.name, distinct_owners(places), value, source, key))
+            # All further groups of the same tensor share the placeholder that the first one makes.
+    groups: dict[str, list[Group]] = {}
+    made: dict[int, torch.Tensor] = {}
+    for (units, device), tensors in members.items():
+        shared = [
+            Resting(entry.name, entry.owners, made[id(entry.tensor)], None) if id(entry.tensor) in made else entry for entry in tensors
+        ]
+        group = make_group(min(units, key=lambda unit: (len(unit), unit)), shared, schedule.pool(device), schedule.tally)
+        for entry, slot in zip(tensors, group.slots, strict=True):
+            made[id(entry.tensor)] = slot.resting
+        schedule.add(group)
+        for unit in units:
+            groups.setdefault(unit, []).append(group)
+    return groups
+
+
+def _in_ram(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, LazyTensor) and tensor.origin.store.kind == "cpu"
+
+
+def _rewritten(lazy: LazyTensor) -> bool:
+    """Whether values were written that lie beside the store, in RAM, and would be lost."""
+    return isinstance(lazy.origin.store, MemoryStore)
+
+
+def _as_meta(lazy: LazyTensor) -> torch.Tensor:
+    stand_in = torch.empty(lazy.shape, dtype=lazy.dtype, device="meta")
+    if not isinstance(lazy, Placeholder):
+        return stand_in
+    made = nn.Parameter(stand_in, lazy.requires_grad)
+    made.__dict__.update({key: value for key, value in lazy.__dict__.items() if key not in ("origin", "parameter_class")})
+    return made
+
+
+def _value(tensor: torch.Tensor, store: Store | None, key: str) -> torch.Tensor:
+    """The tensor's values, on CPU if they have to be fetched."""
+    if isinstance(tensor, LazyTensor):
+        return tensor.origin.fetch(torch.device("cpu"))
+    if tensor.device.type == "meta":
+        assert store is not None
+        resting = Resting(key, [Owner(nn.Module(), key, True)], tensor, store, key)
+        lazy = make_group("", [resting], Schedule().pool(torch.device("cpu")), Tally()).slots[0].resting
+        assert isinstance(lazy, LazyTensor)
+        return lazy.origin.fetch(torch.device("cpu"))
+    return tensor.detach()
+
+
+def _settle(tensor: Registered, device: torch.device, store: Store | None, key: str) -> torch.Tensor:
+    """Makes a tensor resident on `device`, as the same object where torch allows it."""
+    value = tensor.tensor
+    if not isinstance(value, LazyTensor) and value.device == device:
+        return value
+    if type(value) is nn.Parameter and value.device.type != "meta":
+        value.data = value.data.to(device)
+        return value
+    if isinstance(value, LazyTensor) or value.device.type == "meta":
+        real = _value(value, store, key).to(device)
+        if not tensor.is_buffer:
+            attributes = {name: item for name, item in value.__dict__.items() if name not in ("origin", "parameter_class")}
+            real = nn.Parameter(real, value.requires_grad)
+            real.__dict__.update(attributes)
+    else:
+        real = value.to(device)  # a subclass with state of its own (packed weights) knows how to move it
+    set_tensor(tensor.owners, real)
+    return real
+
+
+def _hook(plan: Cut, groups: dict[str, list[Group]], state: Dispatched, *, skip_keys: Any, force: bool) -> None:
+    """Adds the hooks: at the units that bring groups, and wherever arguments may have to change devices."""
+    devices = {plan.runs(name) for name, _ in plan.model.named_parameters(remove_duplicate=False)}
+    moves = len(devices | {state.main_device}) > 1
+    if not groups and not moves and not force:
+        return
+    devices_at = {unit: next(iter(each)).pool.device for unit, each in groups.items()}
+    if moves or force or state.main_device.type != "cpu":
+        for name in plan.boundaries():
+            devices_at.setdefault(plan.first_names[id(plan.model.get_submodule(name))], plan.runs(name))
+    devices_at[""] = state.main_device
+    for name in sorted(devices_at, key=lambda each: (each.count("."), each)):
+        module = plan.model.get_submodule(name)
+        device = devices_at[name]
+        of_unit = groups.get(name, [])
+        # Outputs of whole blocks flow on from device to device; those of anything else meet tensors of their parent.
+        back = name == "" or (name not in plan.blocks and (plan.within_block(name) or device != state.main_device))
+        hook = DispatchHook(
+            execution_device=device,
+            offload=bool(of_unit),
+            io_same_device=back,
+            skip_keys=skip_keys,
+            place_submodules=name in plan.units,
+            tied_params_map={},
+        )
+        at_rest = [group for group in of_unit if plan.by_rows(name)]
+        hook.prepare(state.schedule, [group for group in of_unit if group not in at_rest], at_rest, module=module)
+        add_hook_to_module(module, hook, append=True)
+        state.hooked.append(module)
+
+
+def _strip(model: nn.Module) -> None:
+    """Takes an earlier dispatch off; what is offloaded stays a placeholder."""
+    state = dispatched(model)
+    if state is None:
+        return
+    state.schedule.close()
+    for module in state.hooked:
+        kept = [hook for hook in hooks_of(module) if not isinstance(hook, DispatchHook)]
+        for hook in hooks_of(module):
+            if isinstance(hook, DispatchHook):
+                hook.release()
+        _keep_hooks(module, kept)
+    take_off_facade(model)
+    model.__dict__.pop(_STATE)
+
+
+def _keep_hooks(module: nn.Module, kept: list[ModelHook]) -> None:
+    """Leaves only the given hooks on a module, without detaching or initializing them."""
+    if kept:
+        module._hf_hook = kept[0] if len(kept) == 1 else SequentialHook(*kept)  # type: ignore[assignment]
+        return
+    if hasattr(module, "_hf_hook"):
+        module._hf_hook = ModelHook()  # type: ignore[assignment]
+        remove_hook_from_module(module)
+
+
+def undispatch(model: nn.Module) -> nn.Module:
+    """Gives the plain model back: all hooks of `dispatch` are off, all offloaded weights are parameters again, ties kept. Returns it.
+
+    Weights come back to where they were before they were offloaded; what was on meta comes to CPU. Raises `DispatchError`, with nothing
+    changed, if there is not enough memory for them (the message says how much is missing).
+    """
+    state = dispatched(model)
+    if state is not None:
+        restore(state.schedule.groups)
+        _strip(model)
+    return model

@@ -1,0 +1,359 @@
+"""Groups: the weights that travel together, and the pointer swap that puts them into their modules and takes them out again."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..constants import GROUP_ALIGNMENT_BYTES
+from ..errors import DispatchError
+from ..protocols import Read, Store
+from .lazy import LazyTensor
+from .pool import Buffer, Pool
+from .stores import ResidentStore
+
+__all__ = ["Counters", "Group", "Owner", "Slot", "resident_tensor", "swap_parameter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """One place where a tensor is registered."""
+
+    module: nn.Module
+    attribute: str
+    is_buffer: bool = False
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The module's own dict of parameters, or of buffers."""
+        return self.module._buffers if self.is_buffer else self.module._parameters
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """What is registered there now."""
+        return self.table.get(self.attribute)
+
+
+@dataclass(slots=True)
+class Slot:
+    """One tensor of a group."""
+
+    name: str
+    """Full name in the model, the first one if it has several."""
+    owners: list[Owner]
+    resting: torch.Tensor
+    """What all owners hold between forwards: a placeholder, or a real tensor that is resident on another device."""
+    parameter_class: type[torch.Tensor] | None
+    """The class that the tensor has in a forward; None for a buffer."""
+    original_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where it was before it was offloaded; CPU for a tensor that was on meta."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.resting.numel() * self.resting.element_size()
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a group has done so far."""
+
+    forwards: int = 0
+    hits: int = 0
+    """Times that its bytes were on the device already, or on their way."""
+    misses: int = 0
+    """Times that the forward had to start the transfer itself."""
+    bytes_moved: int = 0
+    stall_seconds: float = 0.0
+    """Time that forwards waited for bytes (on the host)."""
+
+
+class _Place(NamedTuple):
+    slot: Slot
+    offset: int
+    nbytes: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Layout(NamedTuple):
+    places: list[_Place]
+    nbytes: int
+    others: list[Slot]
+    """Slots that need no place in a flat buffer: they lie in RAM where the arithmetic runs, or rest on another device."""
+
+
+class _Present(NamedTuple):
+    slot: Slot
+    real: torch.Tensor
+    version: int
+    owners: list[Owner]
+    copied: bool
+
+
+def swap_parameter(cls: type[torch.Tensor] | None, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`value` as a frozen parameter of class `cls` with the attributes that `like` carries; `value` itself for a buffer (None)."""
+    if cls is None:
+        return value
+    made: torch.Tensor = torch.Tensor._make_subclass(cls, value, False)
+    attributes = like.__dict__
+    if len(attributes) > 1 or "origin" not in attributes:
+        made.__dict__.update({key: attribute for key, attribute in attributes.items() if key not in ("origin", "parameter_class")})
+    return made
+
+
+class Group:
+    """Weights that are brought to one device together, for as long as at least one forward uses them.
+
+    Several threads may be in at once: the first one in brings the weights, the last one out puts the resting tensors back.
+    """
+
+    def __init__(self, name: str, slots: Iterable[Slot], pool: Pool) -> None:
+        self.name = name
+        self.slots = list(slots)
+        self.pool = pool
+        self.counters = Counters()
+        self.generation = 0
+        """Grows whenever what the bytes on a device should be has changed."""
+        self._layout: _Layout | None = None
+        self._uses = 0
+        self._lock = threading.RLock()
+        self._buffer: Buffer | None = None
+        self._present: list[_Present] = []
+        for slot in self.slots:
+            if isinstance(slot.resting, LazyTensor):
+                slot.resting.origin.group = weakref.ref(self)
+        pool.register(self.layout.nbytes)
+
+    def __repr__(self) -> str:
+        return f"Group({self.name!r}, {len(self.slots)} tensors, {self.nbytes} bytes, {self.pool.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        if self.in_use:
+            raise DispatchError(f"{self.name or 'the model'} is running: copy a dispatched model between its forwards, not during one.")
+        slots = [
+            Slot(
+                slot.name,
+                [Owner(deepcopy(owner.module, memo), owner.attribute, owner.is_buffer) for owner in slot.owners],
+                deepcopy(slot.resting, memo),
+                slot.parameter_class,
+                slot.original_device,
+            )
+            for slot in self.slots
+        ]
+        made = Group(self.name, slots, deepcopy(self.pool, memo))
+        memo[id(self)] = made
+        return made
+
+    @property
+    def in_use(self) -> bool:
+        """Whether its weights are in their modules now."""
+        return self._uses > 0
+
+    def present_tensors(self) -> list[torch.Tensor]:
+        """The real tensors that are in their modules now."""
+        with self._lock:
+            return [present.real for present in self._present]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the flat buffer that it needs; 0 where its weights are used in place."""
+        return self.layout.nbytes
+
+    @property
+    def layout(self) -> _Layout:
+        """Where every tensor lies in the flat buffer."""
+        layout = self._layout
+        if layout is None:
+            layout = self._layout = self._lay_out()
+        return layout
+
+    def _lay_out(self) -> _Layout:
+        places: list[_Place] = []
+        others: list[Slot] = []
+        offset = 0
+        for slot in self.slots:
+            resting = slot.resting
+            if not isinstance(resting, LazyTensor) or resident_tensor(resting, self.pool.device) is not None:
+                others.append(slot)
+                continue
+            shape = resting.shape
+            stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+            places.append(_Place(slot, offset, slot.nbytes, shape, stride, resting.dtype))
+            offset += -(-slot.nbytes // GROUP_ALIGNMENT_BYTES) * GROUP_ALIGNMENT_BYTES
+        return _Layout(places, offset, others)
+
+    # --- Changes from outside ---
+
+    def changed(self) -> None:
+        """A placeholder of this group stands for something else (another dtype, another store) from now on."""
+        self.generation += 1
+        self._layout = None
+        self.pool.register(self.layout.nbytes)
+
+    def written(self, origin: Any, value: torch.Tensor) -> None:
+        """The value that rests at `origin` was replaced by `value`."""
+        with self._lock:
+            self.changed()
+            for index, present in enumerate(self._present):
+                if isinstance(present.slot.resting, LazyTensor) and present.slot.resting.origin is origin:
+                    with torch.no_grad():
+                        if present.real is not value:
+                            present.real.copy_(value)
+                    self._present[index] = present._replace(version=_version(present.real))
+
+    # --- Bytes ---
+
+    def read(self, flat: torch.Tensor) -> None:
+        """Fills `flat` (uint8, on CPU, at least `nbytes`) with the weights as the layout says. Nothing is locked: threads may do so at once."""
+        requests: dict[int, tuple[Store, list[Read]]] = {}
+        with torch.no_grad():
+            for place in self.layout.places:
+                destination = flat[place.offset : place.offset + place.nbytes].view(place.dtype).view(place.shape)
+                resting = place.slot.resting
+                assert isinstance(resting, LazyTensor)
+                request = resting.origin.read_request(destination)
+                if request is None:
+                    resting.origin.read(destination)
+                else:
+                    requests.setdefault(id(request[0]), (request[0], []))[1].append(request[1])
+            for store, reads in requests.values():
+                store.read_into(reads)
+
+    def fill(self, buffer: Buffer) -> None:
+        """Reads the weights into a buffer that is in RAM."""
+        generation = self.generation
+        if self.nbytes > buffer.nbytes:
+            return  # its dtype has changed since the buffer was chosen; whoever needs the group will see the old generation
+        self.read(buffer.flat)
+        buffer.generation = generation
+        buffer.moved_bytes += self.nbytes
+
+    # --- In and out ---
+
+    def enter(self) -> None:
+        """Puts the real weights into their modules, once for all that are in at the same time."""
+        with self._lock:
+            if self._uses == 0:
+                self._swap_in()
+            elif self._buffer is not None:
+                self.pool.wait_ready(self._buffer)
+            self._uses += 1
+            self.counters.forwards += 1
+
+    def exit(self) -> None:
+        """The counterpart of `enter`; the last one out puts the resting tensors back."""
+        with self._lock:
+            if self._buffer is not None:
+                self.pool.mark_used(self._buffer)
+            self._uses -= 1
+            if self._uses == 0:
+                self._swap_out()
+
+    def hold(self, origin: Any) -> torch.Tensor | None:
+        """The real tensor of `origin` if the group is in use, which it then is until `exit` is called once more; None otherwise."""
+        with self._lock:
+            if self._uses:
+                for present in self._present:
+                    if isinstance(present.slot.resting, LazyTensor) and present.slot.resting.origin is origin:
+                        self._uses += 1
+                        return present.real
+        return None
+
+    def _swap_in(self) -> None:
+        layout = self.layout
+        if layout.nbytes:
+            start = time.perf_counter()
+            self._buffer, hit = self.pool.obtain(self)
+            self.counters.stall_seconds += time.perf_counter() - start
+            self.counters.hits += hit
+            self.counters.misses += not hit
+            self.counters.bytes_moved += self._buffer.moved_bytes
+            self._buffer.moved_bytes = 0
+            self.pool.wait_ready(self._buffer)
+        try:
+            if torch.is_inference_mode_enabled():
+                # Views made in inference mode could not be used by a forward of another thread that trains.
+                with torch.inference_mode(False):
+                    self._put_in(layout)
+            else:
+                self._put_in(layout)
+        except BaseException:
+            self._swap_out()
+            raise
+
+    def _put_in(self, layout: _Layout) -> None:
+        for place in layout.places:
+            assert self._buffer is not None
+            view = torch.empty(0, dtype=place.dtype, device=self.pool.device)
+            with torch.no_grad():
+                view.set_(self._buffer.storage, place.offset // place.dtype.itemsize, place.shape, place.stride)
+            self._put(place.slot, swap_parameter(place.slot.parameter_class, view, place.slot.resting), copied=True)
+        for slot in layout.others:
+            resting = slot.resting
+            if isinstance(resting, LazyTensor):
+                resident = resident_tensor(resting, self.pool.device)
+                assert resident is not None
+                self._put(slot, swap_parameter(slot.parameter_class, resident, resting), copied=False)
+            elif resting.requires_grad and torch.is_grad_enabled():
+                self._put(
+                    slot, resting.to(self.pool.device), copied=False
+                )  # a differentiable copy: the gradient reaches the one that rests
+            else:
+                self._put(slot, swap_parameter(slot.parameter_class, resting.detach().to(self.pool.device), resting), copied=False)
+
+    def _put(self, slot: Slot, real: torch.Tensor, *, copied: bool) -> None:
+        swapped = []
+        for owner in slot.owners:
+            # Whoever assigned another tensor (a replaced parameter, `torch.func.functional_call`) computes with that one.
+            if owner.table.get(owner.attribute) is slot.resting:
+                owner.table[owner.attribute] = real
+                swapped.append(owner)
+        self._present.append(_Present(slot, real, _version(real), swapped, copied))
+
+    def _swap_out(self) -> None:
+        present, self._present = self._present, []
+        buffer, self._buffer = self._buffer, None
+        changed = []
+        for slot, real, version, owners, copied in present:
+            for owner in owners:
+                if owner.table.get(owner.attribute) is real:
+                    owner.table[owner.attribute] = slot.resting
+            if copied and isinstance(slot.resting, LazyTensor) and (_version(real) != version or _statistics(slot, owners)):
+                changed.append((slot.resting.origin, real.detach().to("cpu", copy=True)))
+        del present
+        slot = real = owners = None  # type: ignore[assignment]
+        for origin, value in changed:
+            origin.write(value)
+        if buffer is not None:
+            self.pool.release(buffer, self)
+
+
+def _statistics(slot: Slot, owners: list[Owner]) -> bool:
+    """Whether the slot is a buffer that a training forward may have updated (kernels do that without telling)."""
+    return slot.parameter_class is None and any(owner.module.training for owner in owners)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def resident_tensor(lazy: LazyTensor, device: torch.device) -> torch.Tensor | None:
+    """The resting tensor itself, where arithmetic on `device` can run on it without a copy."""
+    if device.type != "cpu":
+        return None
+    store, casts = lazy.origin.source
+    if casts or not isinstance(store, ResidentStore):
+        return None
+    tensor = store.resident(lazy.origin.name)
+    # Bytes that a copy of the model reads too are never lent: a forward may change its weights in place.
+    return None if lazy.origin.is_shared else tensor

@@ -1,0 +1,200 @@
+"""Hooks: objects that act before and after the forward of one module, and the wrapper that calls them."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+__all__ = [
+    "ModelHook",
+    "SequentialHook",
+    "add_hook_to_module",
+    "find_hook",
+    "hooks_of",
+    "outside_compilation",
+    "remove_hook_from_module",
+    "remove_hook_from_submodules",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+H = TypeVar("H", bound="ModelHook")
+
+_MOVING_METHODS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "neuron", "hpu")
+"""Methods that a dispatch puts on the instance of the root module."""
+
+
+def outside_compilation(function: F) -> F:
+    """The same function, never traced by torch.compile. Importing torch's compiler takes seconds, so it is not imported for this."""
+    disabled: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if disabled is None:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]
+
+
+class ModelHook:
+    """What may happen around a module's forward; every method does nothing by default."""
+
+    no_grad: bool = False
+    """Whether the forward runs under `torch.no_grad()`; read at each call."""
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Called once, when the hook is added. Returns the module."""
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Called before each forward; returns the positional and keyword arguments that it gets."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Called after each forward; returns its output."""
+        return output
+
+    def forward_failed(self, module: nn.Module) -> None:
+        """Called in the place of `post_forward` when the forward, or a hook around it, raised."""
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Called when the hook is removed. Returns the module."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks as one: each event goes through them in their order."""
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        entered: list[ModelHook] = []
+        try:
+            for hook in self.hooks:
+                args, kwargs = hook.pre_forward(module, *args, **kwargs)
+                entered.append(hook)
+        except BaseException:
+            for hook in reversed(entered):
+                hook.forward_failed(module)
+            raise
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        done = 0
+        try:
+            for hook in self.hooks:
+                output = hook.post_forward(module, output)
+                done += 1
+        except BaseException:
+            for hook in self.hooks[done + 1 :]:
+                hook.forward_failed(module)
+            raise
+        return output
+
+    def forward_failed(self, module: nn.Module) -> None:
+        for hook in self.hooks:
+            hook.forward_failed(module)
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What a hooked module's `forward` calls. The hook is looked up at each call, so that it can be exchanged."""
+    hook: ModelHook = module._hf_hook  # type: ignore[assignment]
+    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    try:
+        if hook.no_grad:
+            with torch.no_grad():
+                output = module._old_forward(*args, **kwargs)  # type: ignore[operator]
+        else:
+            output = module._old_forward(*args, **kwargs)  # type: ignore[operator]
+    except BaseException:
+        hook.forward_failed(module)
+        raise
+    return hook.post_forward(module, output)
+
+
+def _is_graph_module(module: nn.Module) -> bool:
+    # torch.fx builds one class per module, named so, and writes a new `forward` into that class when it recompiles.
+    return "GraphModuleImpl" in type(module).__name__ and hasattr(module, "graph")
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """Adds `hook` to `module`, whose `forward` keeps its name and signature; returns the module.
+
+    A hook that is there already is replaced without being detached or, with `append`, followed by the new one.
+    """
+    earlier = getattr(module, "_hf_hook", None)
+    old_forward = module._old_forward if earlier is not None and hasattr(module, "_old_forward") else module.forward
+    module = hook.init_hook(module)
+    # The earlier hook stays as it is: detaching it and adding it again would bring all its weights back in between.
+    module._hf_hook = SequentialHook(earlier, hook) if append and isinstance(earlier, ModelHook) else hook  # type: ignore[assignment]
+    module._old_forward = old_forward  # type: ignore[assignment]
+    wrapper = functools.update_wrapper(functools.partial(_hooked_forward, module), old_forward)  # type: ignore[arg-type]
+    if _is_graph_module(module):
+        type(module).forward = staticmethod(wrapper)
+    else:
+        module.forward = wrapper
+    return module
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """Detaches the module's hook, if it has one, and gives it its own forward back; with `recurse` below it too. Returns the module."""
+    if hasattr(module, "_hf_hook"):
+        hook = module._hf_hook
+        assert isinstance(hook, ModelHook)
+        hook.detach_hook(module)
+        delattr(module, "_hf_hook")
+    if hasattr(module, "_old_forward"):
+        if _is_graph_module(module):
+            type(module).forward = module._old_forward.__func__  # type: ignore[union-attr, assignment]
+        else:
+            module.forward = module._old_forward  # type: ignore[assignment]
+        delattr(module, "_old_forward")
+    for method in _MOVING_METHODS:
+        module.__dict__.pop(method, None)
+    if recurse:
+        for child in module.children():
+            remove_hook_from_module(child, recurse)
+    return module
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Removes all hooks on `module` and below."""
+    remove_hook_from_module(module, recurse=True)
+
+
+def hooks_of(module: nn.Module) -> list[ModelHook]:
+    """The module's hooks in their order, those inside a `SequentialHook` one by one."""
+    found: list[ModelHook] = []
+    waiting: list[object] = [getattr(module, "_hf_hook", None)]
+    while waiting:
+        hook = waiting.pop(0)
+        if isinstance(hook, SequentialHook):
+            waiting = [*hook.hooks, *waiting]
+        elif isinstance(hook, ModelHook):
+            found.append(hook)
+    return found
+
+
+def find_hook(module: nn.Module, kind: type[H]) -> H | None:
+    """The module's first hook of class `kind`, also inside a `SequentialHook`; None without one."""
+    return next((hook for hook in hooks_of(module) if isinstance(hook, kind)), None)

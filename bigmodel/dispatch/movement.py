@@ -1,0 +1,176 @@
+"""Moving arguments and outputs between devices: only what must move, in containers that keep their identity where nothing moves."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+__all__ = ["Moves", "find_device", "is_namedtuple", "is_tensor_on", "move", "send_to_device"]
+
+
+def is_namedtuple(data: object) -> bool:
+    """Whether `data` is a namedtuple, or an instance of a class made from one."""
+    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+
+
+def find_device(data: object) -> torch.device | None:
+    """The device of the first tensor in nested lists, tuples, mappings and dataclasses; None without one."""
+    if isinstance(data, torch.Tensor):
+        return data.device
+    if isinstance(data, Mapping):
+        values: Collection[object] = data.values()
+    elif isinstance(data, (tuple, list)):
+        values = data
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        values = [getattr(data, field.name, None) for field in dataclasses.fields(data)]
+    else:
+        return None
+    for value in values:
+        device = find_device(value)
+        if device is not None:
+            return device
+    return None
+
+
+def is_tensor_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether `tensor` is on `device`; an index of None means the current device, which both sides resolve alike."""
+    have = tensor.device
+    return have == device or (have.type == device.type and (device.index is None or (have.index or 0) == device.index))
+
+
+def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | Collection[str] | None = None) -> Any:
+    """The nested structure with everything that has a `.to` on `device`; other objects come back as they are.
+
+    `skip_keys` names mapping keys, at any depth, whose values stay. Containers are rebuilt with their own types.
+    """
+    skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
+    if is_namedtuple(tensor) and not hasattr(tensor, "to"):
+        return type(tensor)(*(send_to_device(item, device, non_blocking, skipped) for item in tensor))
+    if isinstance(tensor, (tuple, list)) and not hasattr(tensor, "to"):
+        return type(tensor)(send_to_device(item, device, non_blocking, skipped) for item in tensor)
+    if isinstance(tensor, Mapping) and not hasattr(tensor, "to"):
+        items = {key: value if key in skipped else send_to_device(value, device, non_blocking, skipped) for key, value in tensor.items()}
+        if type(tensor) is dict:
+            return items
+        if isinstance(tensor, MutableMapping):
+            result = copy.copy(tensor)
+            for key, value in items.items():
+                result[key] = value
+            return result
+        return type(tensor)(items)  # type: ignore[call-arg]
+    if hasattr(tensor, "to"):
+        try:
+            return tensor.to(device, non_blocking=non_blocking)
+        except TypeError:  # objects of other libraries whose `to` knows only the device
+            return tensor.to(device)
+    return tensor
+
+
+class Moves:
+    """Containers that were copied because something in them had to move, so that what a forward writes to a copy reaches the original."""
+
+    def __init__(self) -> None:
+        self._copies: list[Callable[[], None]] = []
+
+    def of_mapping(self, original: MutableMapping[Any, Any], changed: Mapping[Any, Any]) -> MutableMapping[Any, Any]:
+        """A shallow copy of `original`, of its type, with the values in `changed`."""
+        result = copy.copy(original)
+        for key, value in changed.items():
+            result[key] = value
+        given = dict(result.items())
+
+        def write_back() -> None:
+            for key, value in list(result.items()):
+                if key not in given or given[key] is not value:
+                    original[key] = value
+            for key in given:
+                if key not in result and key in original:
+                    del original[key]
+
+        self._copies.append(write_back)
+        return result
+
+    def of_list(self, original: list[Any], items: list[Any]) -> list[Any]:
+        """A shallow copy of `original`, of its type, with `items` in it."""
+        result = copy.copy(original)
+        result[:] = items
+        before = {id(item): old for item, old in zip(items, original, strict=True)}
+
+        def write_back() -> None:
+            if len(result) != len(items) or any(now is not then for now, then in zip(result, items, strict=True)):
+                original[:] = [before.get(id(item), item) for item in result]
+
+        self._copies.append(write_back)
+        return result
+
+    def of_dataclass(self, original: Any, changed: Mapping[str, Any]) -> Any:
+        """A shallow copy of the dataclass instance with the fields in `changed`."""
+        result = copy.copy(original)
+        for name, value in changed.items():
+            object.__setattr__(result, name, value)
+        fields = [field.name for field in dataclasses.fields(original)]
+        given = {name: getattr(result, name, None) for name in fields}
+
+        def write_back() -> None:
+            for name in fields:
+                value = getattr(result, name, None)
+                if value is not given[name]:
+                    object.__setattr__(original, name, value)
+
+        self._copies.append(write_back)
+        return result
+
+    def write_back(self) -> None:
+        """Carries additions, replacements and deletions made in the copies to the originals."""
+        for write_back in reversed(self._copies):
+            write_back()
+
+
+def move(data: Any, device: torch.device, skip_keys: Collection[str] = (), moves: Moves | None = None) -> Any:
+    """`data` with every tensor on `device`; the very same object where nothing has to move.
+
+    Tensors are looked for in lists, tuples, mappings and dataclasses. Objects with a state of their own (caches) are never opened.
+    `skip_keys` names mapping keys, at any depth, whose values stay as they are.
+    """
+    if isinstance(data, torch.Tensor):
+        return data if is_tensor_on(data, device) else data.to(device)
+    if data is None or isinstance(data, (str, int, float, bool, torch.device, torch.dtype)):
+        return data
+    if isinstance(data, tuple):
+        items = [move(item, device, skip_keys, moves) for item in data]
+        if all(new is old for new, old in zip(items, data, strict=True)):
+            return data
+        if hasattr(data, "to"):  # a PackedSequence checks what it is built from; it knows how to move itself
+            return data.to(device)
+        return type(data)(*items) if is_namedtuple(data) else type(data)(items)
+    if isinstance(data, list):
+        items = [move(item, device, skip_keys, moves) for item in data]
+        if all(new is old for new, old in zip(items, data, strict=True)):
+            return data
+        return (moves or Moves()).of_list(data, items)
+    if isinstance(data, Mapping):
+        changed = {}
+        for key, value in data.items():
+            if key not in skip_keys:
+                moved = move(value, device, skip_keys, moves)
+                if moved is not value:
+                    changed[key] = moved
+        if not changed:
+            return data
+        if isinstance(data, MutableMapping):
+            return (moves or Moves()).of_mapping(data, changed)
+        return type(data)({**data, **changed})  # type: ignore[call-arg]
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        changed = {}
+        for field in dataclasses.fields(data):
+            value = getattr(data, field.name, None)
+            if field.name not in skip_keys:
+                moved = move(value, device, skip_keys, moves)
+                if moved is not value:
+                    changed[field.name] = moved
+        return (moves or Moves()).of_dataclass(data, changed) if changed else data
+    return data

@@ -1,0 +1,199 @@
+"""Origins: where the values of placeholders rest, how they are read and written, and the count of reads that come at the wrong time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import DispatchError
+from ..protocols import Read, Store
+from .stores import MemoryStore
+
+if TYPE_CHECKING:
+    from .group import Group
+
+__all__ = ["Origin", "Tally"]
+
+logger = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+
+
+class Tally:
+    """Counts, by name, how often placeholders of one model were read outside their group; warns once for each name."""
+
+    def __init__(self) -> None:
+        self.reads: dict[str, int] = {}
+        self.bytes_read = 0
+        self._warned_of_gradient = False
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tally:
+        return memo.setdefault(id(self), Tally())
+
+    def outside_read(self, name: str, function: str, nbytes: int) -> None:
+        """One whole tensor was fetched because `function` read it."""
+        with self._lock:
+            first = name not in self.reads
+            self.reads[name] = self.reads.get(name, 0) + 1
+            self.bytes_read += nbytes
+        if first:
+            logger.warning(
+                "%s is offloaded and was read by %s outside the forward of the module that brings it: %d bytes are fetched at every such read.",
+                name,
+                function,
+                nbytes,
+            )
+
+    def no_gradient(self, name: str) -> None:
+        """A weight that asks for a gradient takes part in a computation that cannot give it one."""
+        if not self._warned_of_gradient:
+            self._warned_of_gradient = True
+            logger.warning(
+                "%s has requires_grad=True but is offloaded: offloaded weights are frozen and get no gradient (inputs and adapters do). "
+                "Use torch.no_grad() for inference, or keep the weights that you train resident.",
+                name,
+            )
+
+
+class Origin:
+    """Where the values of a placeholder rest, and the dtypes that they are cast to on the way.
+
+    Shared by a placeholder and its aliases (`detach()`, `.data`): what is written through one is read through all of them.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        device: torch.device,
+        *,
+        casts: tuple[torch.dtype, ...] = (),
+        tally: Tally | None = None,
+        label: str | None = None,
+        shared: bool = False,
+    ) -> None:
+        spec = store.spec(name)
+        self.name = name
+        self.label = label or name
+        self.device = device
+        """Where the arithmetic runs that reads these values."""
+        self.shape = torch.Size(spec.shape)
+        self.source = (store, casts)
+        """One tuple, so that readers in other threads never see the store of one state with the casts of another."""
+        self.tally = tally or Tally()
+        self.group: weakref.ref[Group] | None = None
+        self.restored: weakref.ref[torch.Tensor] | None = None
+        """The plain tensor that took the placeholder's place when its weights were put back: ties stay ties."""
+        self._shared = shared
+        self._copies: weakref.WeakSet[Origin] = weakref.WeakSet()
+        self._lock = threading.RLock()
+
+    @classmethod
+    def of_value(cls, value: torch.Tensor, like: Origin) -> Origin:
+        """An origin that keeps its own copy of `value` in RAM."""
+        store = MemoryStore({like.name: value.detach().to(CPU, copy=True, memory_format=torch.contiguous_format)})
+        return cls(store, like.name, like.device, tally=like.tally, label=like.label)
+
+    @property
+    def store(self) -> Store:
+        """Where the bytes rest."""
+        return self.source[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that reading gives."""
+        store, casts = self.source
+        return casts[-1] if casts else store.spec(self.name).dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor that reading gives."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other origins read the same bytes, so that nobody may change them in place."""
+        return self._shared or len(self._copies) > 0
+
+    def copy(self, casts: tuple[torch.dtype, ...] = ()) -> Origin:
+        """The same values, independent of later writes on either side; nothing is read until somebody writes."""
+        with self._lock:
+            store, own = self.source
+            result = Origin(store, self.name, self.device, casts=own + casts, tally=self.tally, label=self.label, shared=True)
+            self._copies.add(result)
+        return result
+
+    def read_request(self, destination: torch.Tensor) -> tuple[Store, Read] | None:
+        """What fills `destination` (on CPU, contiguous, of this origin's dtype) in one read; None where `read` has to take several steps."""
+        store, casts = self.source
+        if len(casts) > 1 or (casts and not (casts[0].is_floating_point and store.spec(self.name).dtype.is_floating_point)):
+            return None
+        return store, Read(self.name, destination)
+
+    def read(self, destination: torch.Tensor) -> None:
+        """Fills `destination` (on CPU, contiguous, of this origin's dtype)."""
+        request = self.read_request(destination)
+        if request is not None:
+            request[0].read_into([request[1]])
+            return
+        store, casts = self.source
+        value = torch.empty(self.shape, dtype=store.spec(self.name).dtype, device=CPU)
+        store.read_into([Read(self.name, value)])
+        # Every rounding on the way is part of the value: `.half().float()` is not `.float()`.
+        for dtype in casts:
+            value = value.to(dtype)
+        destination.copy_(value)
+
+    def fetch(self, device: torch.device | None = None) -> torch.Tensor:
+        """The values in memory of their own, on `device` (by default where the arithmetic runs)."""
+        device = self.device if device is None else device
+        with torch.inference_mode(False), torch.no_grad():
+            value = torch.empty(self.shape, dtype=self.dtype, device=CPU)
+            self.read(value)
+            return value if device.type == "cpu" else value.to(device)
+
+    def fetch_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows `rows` (n, int64, on CPU) of the first dimension, on the execution device."""
+        store, casts = self.source
+        with torch.inference_mode(False), torch.no_grad():
+            single = len(casts) <= 1
+            value = torch.empty((rows.numel(), *self.shape[1:]), dtype=self.dtype if single else store.spec(self.name).dtype, device=CPU)
+            store.read_rows(self.name, rows, value)
+            for dtype in () if single else casts:
+                value = value.to(dtype)
+            return value.to(self.device)
+
+    def write(self, value: torch.Tensor) -> None:
+        """Makes `value` (same shape) what all aliases read from now on, and what the group computes with, if it is on its device now."""
+        if value.shape != self.shape:
+            raise DispatchError(f"{self.label} has shape {tuple(self.shape)}, the value to write has {tuple(value.shape)}.")
+        with self._lock:
+            for other in list(self._copies):
+                other._settle()
+            store, casts = self.source
+            if casts or self._shared:
+                # Rounding to the dtype of a file that keeps another one would lose what was written.
+                self.source = (MemoryStore({self.name: value.detach().to(CPU, self.dtype, copy=True)}), ())
+                self._shared = False
+            else:
+                store.write(self.name, value.detach())
+        group = self.group() if self.group is not None else None
+        if group is not None:
+            group.written(self, value)
+
+    def _settle(self) -> None:
+        """Takes the present values out of a store that somebody is about to write to."""
+        with self._lock:
+            for other in list(self._copies):
+                other._settle()
+            if self._shared:
+                self.source = (MemoryStore({self.name: self.fetch(CPU)}), ())
+                self._shared = False
+        group = self.group() if self.group is not None else None
+        if group is not None:
+            group.changed()

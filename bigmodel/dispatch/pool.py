@@ -1,0 +1,302 @@
+"""The memory that groups pass through on one execution device: a bounded set of flat buffers, reused, filled ahead by a reader thread."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..devices import on_stream
+
+if TYPE_CHECKING:
+    from .group import Group
+
+__all__ = ["Buffer", "Pool"]
+
+_BUFFERS = 2
+"""One computes while the next one is filled."""
+
+
+def _flat(nbytes: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
+    # Outside inference mode: a buffer that is made inside it could never serve a forward outside it.
+    with torch.inference_mode(False):
+        return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+
+
+class Buffer:
+    """A flat piece of memory on the execution device that holds one group at a time."""
+
+    def __init__(self, nbytes: int, device: torch.device, *, overflow: bool = False) -> None:
+        self.flat = _flat(nbytes, device)
+        self.storage = self.flat.untyped_storage()
+        self.nbytes = nbytes
+        self.overflow = overflow
+        """Made because all others were in use; freed after its first use."""
+        self.generation = -1
+        """The group's generation that was read into it."""
+        self.ready: torch.Event | None = None
+        """Recorded on the copy stream behind the copy that filled it."""
+        self.used: list[torch.Event] = []
+        """Recorded on compute streams behind the last work that reads it."""
+        self.moved_bytes = 0
+        """Bytes read into it since its group last asked."""
+        self.stream = torch.accelerator.current_stream(device) if device.type != "cpu" else None
+        self._own_references = torch._C._storage_Use_Count(self.storage._cdata)
+
+    def held_elsewhere(self) -> bool:
+        """Whether some tensor still points into it: a view that a forward returned, or what autograd saved for the backward."""
+        return torch._C._storage_Use_Count(self.storage._cdata) > self._own_references
+
+
+class _Staging:
+    """Two pieces of page-locked memory in turn: while one is copied to the device, the other is filled."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._parts: list[tuple[torch.Tensor, torch.Event]] = []
+        self._turn = 0
+
+    def take(self, nbytes: int) -> tuple[torch.Tensor, torch.Event]:
+        self._turn ^= 1
+        if len(self._parts) <= 1:
+            self._parts.append((_flat(0, torch.device("cpu")), torch.Event(self._device)))
+            self._turn = len(self._parts) - 1
+        memory, copied = self._parts[self._turn]
+        copied.synchronize()
+        if memory.numel() < nbytes:
+            self._parts[self._turn] = (memory := _flat(nbytes, torch.device("cpu"), pinned=True), copied)
+        return memory[:nbytes], copied
+
+    @property
+    def nbytes(self) -> int:
+        return sum(memory.numel() for memory, _ in self._parts)
+
+
+class Pool:
+    """Buffers on `device`, at most `ring_bytes` of them (default: room for the two largest groups that pass, sized as they pass)."""
+
+    def __init__(self, device: torch.device, ring_bytes: int | None = None) -> None:
+        self.device = device
+        self.ring_bytes = ring_bytes
+        self.largest_bytes = 0
+        """Bytes of the largest group that passes through."""
+        self.overflows = 0
+        self._lock = threading.Lock()
+        self._ahead_lock = threading.Lock()
+        self._buffers: list[Buffer] = []
+        # What lies in buffers that nobody uses now, oldest first: fetched ahead, or left by the group's last use.
+        self._idle: dict[Group, tuple[Buffer, Future[None] | None]] = {}
+        self._empty: list[Buffer] = []
+        self._reader: ThreadPoolExecutor | None = None
+        self._on_accelerator = device.type != "cpu"
+        self._stream: torch.Stream | None = None
+        self._staging = _Staging(device) if self._on_accelerator else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers on the device."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    @property
+    def limit_bytes(self) -> int:
+        """What the buffers may take together."""
+        return 2 * self.largest_bytes if self.ring_bytes is None else self.ring_bytes
+
+    def register(self, nbytes: int) -> None:
+        """A group of `nbytes` will pass."""
+        self.largest_bytes = max(self.largest_bytes, nbytes)
+
+    # --- Taking and giving back ---
+
+    def obtain(self, group: Group) -> tuple[Buffer, bool]:
+        """The buffer that holds `group`'s weights, filled, and whether it was there or on its way before. Blocks until it is filled."""
+        with self._lock:
+            buffer, pending = self._idle.pop(group, (None, None))
+        if buffer is not None:
+            try:
+                if pending is not None:
+                    pending.result()
+            except BaseException:
+                self._give_back(buffer, pending)
+                raise
+            if buffer.generation == group.generation and buffer.nbytes >= group.nbytes:
+                return buffer, True
+            self._give_back(buffer, pending)
+        buffer = self._acquire(group.nbytes, ahead=False)
+        assert buffer is not None
+        reading: Future[None] | None = None
+        try:
+            if self._on_accelerator:
+                reading = self._submit(group, buffer)
+                reading.result()
+            else:
+                group.fill(buffer)
+        except BaseException:
+            self._give_back(buffer, reading)
+            raise
+        return buffer, False
+
+    def fetch_ahead(self, group: Group) -> bool:
+        """Starts reading `group` in the background, if a buffer is free and it is not here or on its way yet; False if no buffer is free."""
+        with self._ahead_lock:  # two threads that expect the same group fetch it once
+            if group.in_use or group.nbytes == 0:
+                return True
+            with self._lock:
+                known = self._idle.get(group)
+                if known is not None and (known[1] is not None or known[0].generation == group.generation):
+                    return True
+            buffer = self._acquire(group.nbytes, ahead=True)
+            if buffer is None:
+                return False
+            with self._lock:
+                stale = self._idle.pop(group, None)
+            self._idle[group] = (buffer, self._submit(group, buffer))
+            if stale is not None:
+                self._give_back(stale[0], stale[1])
+            return True
+
+    def release(self, buffer: Buffer, group: Group) -> None:
+        """The last forward that used `buffer` is over; what lies in it stays until the memory is needed."""
+        if buffer.overflow or buffer.held_elsewhere():
+            # Whoever holds a view of it (autograd, a returned slice) keeps the memory; the pool makes itself a new buffer.
+            self._forget(buffer)
+            return
+        with self._lock:
+            if group in self._idle:
+                self._empty.append(buffer)
+            else:
+                self._idle[group] = (buffer, None)
+
+    def mark_used(self, buffer: Buffer) -> None:
+        """Work that reads `buffer` has been queued on the current stream."""
+        if self._on_accelerator:
+            stream = torch.accelerator.current_stream(self.device)
+            event = torch.Event(self.device)
+            event.record(stream)
+            buffer.used = [earlier for earlier in buffer.used if not earlier.query()] + [event]
+            if stream != buffer.stream:
+                buffer.flat.record_stream(stream)
+
+    def wait_ready(self, buffer: Buffer) -> None:
+        """Work queued on the current stream from now on runs after the copy into `buffer`."""
+        if buffer.ready is not None:
+            torch.accelerator.current_stream(self.device).wait_event(buffer.ready)
+
+    def forget(self, groups: Iterable[Group]) -> None:
+        """Groups that will not come again: what lies in buffers for them is of no use."""
+        with self._lock:
+            dropped = [self._idle.pop(group) for group in groups if group in self._idle]
+        for buffer, pending in dropped:
+            if pending is not None:
+                wait([pending])
+            self._give_back(buffer, pending)
+
+    def close(self) -> None:
+        """Ends the reader thread and frees the buffers."""
+        if self._reader is not None:
+            self._reader.shutdown(wait=True)
+            self._reader = None
+        with self._lock:
+            self._idle.clear()
+            self._empty.clear()
+            self._buffers.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pool:
+        made = Pool(self.device, self.ring_bytes)
+        made.largest_bytes = self.largest_bytes
+        memo[id(self)] = made
+        return made
+
+    # --- Inside ---
+
+    def _acquire(self, nbytes: int, *, ahead: bool) -> Buffer | None:
+        """A buffer of at least `nbytes` that nobody uses; with `ahead` None rather than one whose content was fetched ahead."""
+        with self._lock:
+            fits = [buffer for buffer in self._empty if buffer.nbytes >= nbytes]
+            if fits:
+                buffer = min(fits, key=lambda candidate: candidate.nbytes)
+                self._empty.remove(buffer)
+                return buffer
+            room = self.limit_bytes - self.nbytes
+            if room >= nbytes and len(self._buffers) < max(_BUFFERS, self.limit_bytes // max(self.largest_bytes, 1)):
+                return self._allocate(nbytes)
+            left = [(group, buffer) for group, (buffer, pending) in self._idle.items() if pending is None]
+            if not ahead:
+                # What was fetched ahead for a group that did not come after all.
+                left += [(group, buffer) for group, (buffer, pending) in self._idle.items() if pending is not None and pending.done()]
+            for group, buffer in left:
+                if buffer.nbytes >= nbytes:
+                    del self._idle[group]
+                    return buffer
+            # None is large enough: make room by dropping small ones.
+            for small in list(self._empty):
+                self._empty.remove(small)
+                self._buffers.remove(small)
+                if self.limit_bytes - self.nbytes >= nbytes:
+                    return self._allocate(nbytes)
+            for group, buffer in left:
+                del self._idle[group]
+                self._buffers.remove(buffer)
+                if self.limit_bytes - self.nbytes >= nbytes:
+                    return self._allocate(nbytes)
+            if ahead:
+                return None
+            self.overflows += 1
+            buffer = Buffer(nbytes, self.device, overflow=True)
+            self.mark_used(buffer)
+            return buffer
+
+    def _allocate(self, nbytes: int) -> Buffer:
+        buffer = Buffer(nbytes, self.device)
+        self.mark_used(buffer)  # the allocator may give memory that work already queued on this stream still uses
+        self._buffers.append(buffer)
+        return buffer
+
+    def _give_back(self, buffer: Buffer, pending: Future[None] | None) -> None:
+        """Puts a buffer whose content is of no use among the empty ones, unless a reader may still be writing to it."""
+        with self._lock:
+            if pending is not None and not pending.done():
+                self._buffers = [other for other in self._buffers if other is not buffer]
+            elif not buffer.overflow:
+                buffer.generation = -1
+                self._empty.append(buffer)
+
+    def _forget(self, buffer: Buffer) -> None:
+        with self._lock, contextlib.suppress(ValueError):
+            self._buffers.remove(buffer)
+
+    def _submit(self, group: Group, buffer: Buffer) -> Future[None]:
+        with self._lock:
+            if self._reader is None:
+                self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bigmodel-reader")
+            return self._reader.submit(self._fill_on_device if self._on_accelerator else _fill, group, buffer)
+
+    def _fill_on_device(self, group: Group, buffer: Buffer) -> None:
+        assert self._staging is not None
+        if self._stream is None:
+            self._stream = torch.Stream(self.device)
+        generation = group.generation
+        if group.nbytes > buffer.nbytes:
+            return  # its dtype has changed since the buffer was chosen; whoever needs the group will see the old generation
+        staging, copied = self._staging.take(group.nbytes)
+        group.read(staging)
+        with on_stream(self._stream), torch.no_grad():
+            for event in buffer.used:
+                self._stream.wait_event(event)
+            buffer.used = []
+            buffer.flat[: staging.numel()].copy_(staging, non_blocking=True)
+            buffer.flat.record_stream(self._stream)
+            copied.record(self._stream)
+            ready = torch.Event(self.device)
+            ready.record(self._stream)
+        buffer.ready = ready
+        buffer.generation = generation
+        buffer.moved_bytes += staging.numel()
+
+
+def _fill(group: Group, buffer: Buffer) -> None:
+    group.fill(buffer)
