@@ -1,0 +1,55 @@
+"""PyTorch models that are too big for where they have to run: plan where every weight lives, load it there, bring it in time."""
+
+from __future__ import annotations
+
+from .api import (
+    cpu_offload,
+    cpu_offload_with_hook,
+    disk_offload,
+    dispatch_model,
+    load_and_dispatch,
+    load_checkpoint_and_dispatch,
+)
+from .dispatch import get_parameter, placement, undispatch, update_parameter
+from .errors import (
+    BigModelError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    DispatchError,
+    MatchError,
+    MissingPackageError,
+    PlanError,
+)
+from .integrations.transformers import from_pretrained
+from .loading import Checkpoint, init_empty_weights, init_on_device, load_checkpoint_in_model
+from .planning import Plan, infer_auto_device_map, plan
+
+__all__ = [
+    "BigModelError",
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "DispatchError",
+    "MatchError",
+    "MissingPackageError",
+    "Plan",
+    "PlanError",
+    "cpu_offload",
+    "cpu_offload_with_hook",
+    "disk_offload",
+    "dispatch_model",
+    "from_pretrained",
+    "get_parameter",
+    "infer_auto_device_map",
+    "init_empty_weights",
+    "init_on_device",
+    "load_and_dispatch",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
+    "placement",
+    "plan",
+    "undispatch",
+    "update_parameter",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,437 @@
+"""The order of things: plan, match, read, dispatch. Every room is called from here, and none of them calls another.
+
+Start reading at `load_and_dispatch`; the other functions are ways into it, or into one of its steps, under the names that scripts know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .device_map import device_for, normalized
+from .devices import DeviceKey, as_device
+from .dispatch import (
+    LazyTensor,
+    MappingStore,
+    UserCpuOffloadHook,
+    attach_cpu_offload_hook,
+    attach_layerwise_casting_hooks,
+    dispatch,
+)
+from .errors import PlanError
+from .loading import (
+    Checkpoint,
+    DtypeOf,
+    KeyRules,
+    OffloadedWeightsLoader,
+    check_owner,
+    dtype_rule,
+    init_empty_weights,
+    init_on_device,
+    load,
+    load_checkpoint_in_model,
+    offload_state_dict,
+    write_owner,
+)
+from .modules import named_module_tensors
+from .planning import Plan, check_device_map, infer_auto_device_map, plan
+from .protocols import Store, TensorSpec
+
+__all__ = [
+    "DeviceMap",
+    "Placing",
+    "attach_layerwise_casting_hooks",
+    "check_device_map",
+    "cpu_offload",
+    "cpu_offload_with_hook",
+    "disk_offload",
+    "dispatch_model",
+    "find_placing",
+    "infer_auto_device_map",
+    "init_empty_weights",
+    "init_on_device",
+    "load_and_dispatch",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
+]
+
+DeviceMap = str | int | torch.device | Mapping[str, Any] | Plan
+"""Module name → device, one device for everything, a plan, or the name of a way to find one."""
+
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def load_and_dispatch(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    device_map: DeviceMap | None = "auto",
+    max_memory: Mapping[Any, int | str] | None = None,
+    no_split_module_classes: str | Collection[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    rules: KeyRules | None = None,
+    dtype_of: DtypeOf | None = None,
+    ignore_missing: Sequence[str] = (),
+    ignore_unexpected: Sequence[str] = (),
+    strict: bool = False,
+    offload_buffers: bool = False,
+    skip_keys: str | Collection[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    force_hooks: bool = False,
+    progress: bool | None = None,
+) -> nn.Module:
+    """Fills `model` (usually on meta) from `checkpoint` and makes it run wherever its weights rest. The whole job, in four steps.
+
+    Args:
+        device_map: a map, one device for everything, or how to find one (`"auto"`, `"balanced"`, `"balanced_low_0"`, `"sequential"`).
+            None loads to CPU and attaches nothing.
+        max_memory: budget of each device in bytes or as "2GiB"; measured where it is not given.
+        no_split_module_classes: names of the classes that are never cut in two; found in the model without it.
+        dtype: converts floating tensors on the way; by default each keeps the dtype that the model has it in.
+        rules: how names of the model are made from names in the checkpoint.
+        dtype_of: decides the dtype of each tensor, instead of `dtype`.
+        ignore_missing: regular expressions for names of the model that may stay unfilled.
+        ignore_unexpected: regular expressions for names of the checkpoint that are passed over without a word.
+        strict: whether tensors of the checkpoint that the model has no place for are an error, not a warning.
+        offload_buffers: whether buffers of offloaded modules are offloaded as well.
+        skip_keys: names of arguments of `forward` that stay where they are.
+        preload_module_classes: classes whose whole tree is brought when they run, because they use their children's weights themselves.
+        force_hooks: attaches hooks even when nothing moves.
+        progress: shows a bar; by default on a terminal.
+
+    Raises:
+        PlanError: the map or the budgets cannot work. MatchError: names or shapes do not fit. CheckpointError: a file is damaged.
+        The model is unchanged after any of them.
+    """
+    if device_map is None:
+        place = None
+    else:
+        place = find_placing(
+            model,
+            device_map,
+            max_memory=max_memory,
+            no_split_module_classes=no_split_module_classes,
+            dtype=dtype,
+            dtype_of=dtype_of,
+            offload_buffers=offload_buffers,
+        )
+    report = load(
+        model,
+        checkpoint,
+        None if place is None else place.device_map,
+        rules=rules,
+        dtype_of=dtype_of or dtype_rule(dtype),
+        ignore_missing=ignore_missing,
+        ignore_unexpected=ignore_unexpected,
+        strict=strict,
+        offload_buffers=place is not None and place.offload_buffers,
+        progress=progress,
+    )
+    if place is None:
+        return model
+    return _dispatch_or_move(
+        model,
+        place,
+        store=report.store,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        no_split_module_classes=no_split_module_classes,
+        force_hooks=force_hooks,
+    )
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: str | Path,
+    device_map: DeviceMap | None = None,
+    max_memory: Mapping[Any, int | str] | None = None,
+    no_split_module_classes: str | Collection[str] | None = None,
+    offload_folder: str | Path | None = None,
+    offload_buffers: bool = False,
+    dtype: torch.dtype | str | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | Collection[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> nn.Module:
+    """Loads a checkpoint (file, folder or index) into `model` and attaches what makes it run under `device_map`.
+
+    `device_map`, `max_memory`, `no_split_module_classes`, `offload_buffers`, `dtype`, `skip_keys`, `preload_module_classes`,
+    `force_hooks` and `strict` are as in `load_and_dispatch`. `offload_folder` and `offload_state_dict` are accepted for old scripts and
+    need not be given: offloaded weights are read from the checkpoint itself, so nothing is written, and nothing is spooled.
+    `full_state_dict` and `broadcast_from_rank0` apply where `device_map` is None, see `load_checkpoint_in_model`.
+
+    Returns the same model. Raises ValueError for an unknown strategy, and the errors of `load_and_dispatch`.
+    """
+    if device_map is None:
+        load_checkpoint_in_model(
+            model, checkpoint, dtype=dtype, strict=strict, full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0
+        )
+        return model
+    return load_and_dispatch(
+        model,
+        Checkpoint.open(checkpoint),
+        device_map=device_map,
+        max_memory=max_memory,
+        no_split_module_classes=no_split_module_classes,
+        dtype=dtype,
+        strict=strict,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, Any],
+    main_device: int | str | torch.device | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    offload_dir: str | Path | None = None,
+    offload_index: Mapping[str, Mapping[str, Any]] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | Collection[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    force_hooks: bool = False,
+) -> nn.Module:
+    """Makes a loaded model run under `device_map`: what is mapped to "cpu" or "disk" is brought to `main_device` when it is needed.
+
+    Args:
+        device_map: covers every parameter and persistent buffer, else ValueError.
+        main_device: where offloaded modules run; by default the first accelerator of the map, or "cpu".
+        state_dict: values of the offloaded weights, on CPU; by default the model's own.
+        offload_dir: folder of the weights mapped to "disk". Without an `index.json` in it they are written there first.
+        offload_index: that folder's index, when it is not in the folder.
+        offload_buffers, skip_keys, preload_module_classes, force_hooks: as in `load_and_dispatch`.
+
+    Returns the same model, with `hf_device_map` set. Raises ValueError when "disk" is in the map and nothing says where these weights rest.
+    """
+    check_device_map(model, dict(device_map))
+    devices = normalized(device_map)
+    main = as_device(main_device) if main_device is not None else _main_device(devices)
+    store = _store_for(model, devices, state_dict, offload_dir, offload_index)
+    _dispatch_or_move(
+        model,
+        Placing(devices, main, offload_buffers),
+        store=store,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        no_split_module_classes=None,
+        force_hooks=force_hooks,
+    )
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # as the caller wrote it
+    return model
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: int | str | torch.device | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+) -> nn.Module:
+    """Lets every weight of `model` rest in RAM and come to `execution_device` (by default the first parameter's) when it is needed."""
+    device = as_device(execution_device) if execution_device is not None else _execution_device(model)
+    weights = state_dict if state_dict is not None else {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
+    return _offload_everything(model, device, MappingStore(weights, kind="cpu"), offload_buffers, preload_module_classes)
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: str | Path,
+    execution_device: int | str | torch.device | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Collection[str] | None = None,
+) -> nn.Module:
+    """Lets every weight of `model` rest in `offload_dir` and come to `execution_device` (that of the first parameter) when it is needed.
+
+    The weights are written there first; those of a model that is on meta must be there already. A folder of another model is refused.
+    """
+    device = as_device(execution_device) if execution_device is not None else _execution_device(model)
+    names = [name for name, _ in named_module_tensors(model, recurse=True, remove_non_persistent=True)]
+    store = _folder_store(model, names, offload_dir)
+    return _offload_everything(model, device, store, offload_buffers, preload_module_classes)
+
+
+def cpu_offload_with_hook(
+    model: nn.Module,
+    execution_device: int | str | torch.device | None = None,
+    prev_module_hook: UserCpuOffloadHook | None = None,
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keeps `model` on CPU until it runs, then moves all of it to `execution_device` and leaves it there, until `hook.offload()`.
+
+    With `prev_module_hook`, running this model first sends that one's back to CPU: for pipelines of models that run one after the other.
+    """
+    return attach_cpu_offload_hook(model, execution_device, prev_module_hook)
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """A device map that was checked, and what dispatch has to know beside it."""
+
+    device_map: dict[str, DeviceKey]
+    main_device: torch.device
+    """Where offloaded modules run."""
+    offload_buffers: bool
+    ring_bytes: int | None = None
+    """Room for groups that pass through, where the plan could not keep the usual two."""
+
+
+def find_placing(
+    model: nn.Module,
+    device_map: DeviceMap,
+    *,
+    max_memory: Mapping[Any, int | str] | None = None,
+    no_split_module_classes: str | Collection[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    dtype_of: DtypeOf | None = None,
+    offload_buffers: bool = False,
+) -> Placing:
+    """Any form of a device map as module name → device, on devices that are there; a strategy is planned, a `Plan` is taken at its word.
+
+    Raises ValueError for an unknown strategy, an unknown device, and a map that leaves a tensor without a place.
+    """
+    if isinstance(device_map, str) and device_map in STRATEGIES:
+        device_map = plan(
+            model,
+            max_memory,
+            no_split_module_classes=no_split_module_classes,
+            dtype=dtype,
+            special_dtypes=None if dtype_of is None else _planned_dtypes(model, dtype_of),
+            mode=device_map,
+            offload_buffers=offload_buffers,
+        )
+    if isinstance(device_map, Plan):
+        main = next(use for use in device_map.devices if use.device == device_map.main_device)
+        place = Placing(
+            dict(device_map.device_map),
+            as_device(device_map.main_device),
+            device_map.offload_buffers,
+            main.reserve_bytes if device_map.ring_slots == 1 else None,
+        )
+    elif isinstance(device_map, Mapping):
+        check_device_map(model, dict(device_map))
+        devices = normalized(device_map)
+        place = Placing(devices, _main_device(devices), offload_buffers)
+    else:
+        try:
+            devices = normalized({"": device_map})
+        except PlanError as error:
+            raise PlanError(
+                f"{device_map!r} is not a device map: use one of {', '.join(map(repr, STRATEGIES))}, a device, or a dict of "
+                "module name → device."
+            ) from error
+        place = Placing(devices, _main_device(devices), offload_buffers)
+    for device in set(place.device_map.values()) - {"disk"}:
+        as_device(device)  # refuses devices that this machine lacks before anything is read
+    return place
+
+
+def _planned_dtypes(model: nn.Module, dtype_of: DtypeOf) -> dict[str, torch.dtype]:
+    """What each tensor will be loaded as; where the file's dtype decides, the model's own stands in for it."""
+    return {
+        name: dtype_of(name, TensorSpec(tuple(tensor.shape), tensor.dtype), tensor.dtype)
+        for name, tensor in named_module_tensors(model, recurse=True)
+    }
+
+
+def _main_device(device_map: Mapping[str, DeviceKey]) -> torch.device:
+    """Where offloaded modules run: the first accelerator in the map's own order, or the CPU."""
+    return as_device(next((key for key in device_map.values() if key not in ("cpu", "disk")), "cpu"))
+
+
+def _dispatch_or_move(
+    model: nn.Module,
+    place: Placing,
+    *,
+    store: Store | None,
+    skip_keys: str | Collection[str] | None,
+    preload_module_classes: Collection[str] | None,
+    no_split_module_classes: str | Collection[str] | None,
+    force_hooks: bool,
+) -> nn.Module:
+    different = set(place.device_map.values())
+    if len(different) == 1 and "disk" not in different and not force_hooks:
+        model.to(as_device(next(iter(different))))  # one device: nothing moves, so nothing is attached
+    else:
+        dispatch(
+            model,
+            place.device_map,
+            main_device=place.main_device,
+            store=store,
+            offload_buffers=place.offload_buffers,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+            no_split_module_classes=no_split_module_classes,
+            force_hooks=force_hooks,
+            ring_bytes=place.ring_bytes,
+        )
+    model.hf_device_map = dict(place.device_map)  # type: ignore[assignment]  # helper libraries look for it under this name
+    return model
+
+
+def _offload_everything(
+    model: nn.Module, device: torch.device, store: Store, offload_buffers: bool, preload_module_classes: Collection[str] | None
+) -> nn.Module:
+    return dispatch(
+        model,
+        {"": "disk"},  # "not resident": the store says where the bytes really rest
+        main_device=device,
+        store=store,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes,
+    )
+
+
+def _execution_device(model: nn.Module) -> torch.device:
+    """The device of the first parameter that is somewhere; the CPU for a model that is nowhere yet."""
+    return next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+
+
+def _store_for(
+    model: nn.Module,
+    devices: Mapping[str, DeviceKey],
+    state_dict: Mapping[str, torch.Tensor] | None,
+    offload_dir: str | Path | None,
+    offload_index: Mapping[str, Mapping[str, Any]] | None,
+) -> Store | None:
+    """Where the tensors mapped to "disk" rest (and those of `state_dict`): the given folder or index; written there now if need be."""
+    names = [
+        name for name, _ in named_module_tensors(model, recurse=True, remove_non_persistent=True) if device_for(name, devices) == "disk"
+    ]
+    if not names:
+        return None if state_dict is None else MappingStore(state_dict, kind="cpu")
+    if offload_index is not None:
+        return MappingStore(OffloadedWeightsLoader(state_dict=state_dict, save_folder=offload_dir, index=offload_index), kind="disk")
+    if offload_dir is None:
+        modules = ", ".join(name or "the whole model" for name, device in devices.items() if device == "disk")
+        raise PlanError(
+            "We need an `offload_dir` to dispatch this model according to this `device_map`, the following submodules need to be "
+            f"offloaded: {modules}. Give a folder, or load with `load_checkpoint_and_dispatch`, which reads the checkpoint itself."
+        )
+    return _folder_store(model, names, offload_dir, state_dict)
+
+
+def _folder_store(
+    model: nn.Module, names: Collection[str], folder: str | Path, state_dict: Mapping[str, torch.Tensor] | None = None
+) -> Store:
+    """The offload folder as a store. The model's own values of the tensors `names` are written to it first, unless it holds them.
+
+    Raises `CheckpointError` when the folder is another model's.
+    """
+    own = dict(model.state_dict())
+    here = [name for name in names if name in own and (isinstance(own[name], LazyTensor) or not own[name].is_meta)]
+    if here:
+        check_owner(folder, model)  # a folder of this model is written anew: its values may have changed since
+        offload_state_dict(folder, {name: own[name] for name in here})
+        write_owner(folder, model)
+    return MappingStore(OffloadedWeightsLoader(state_dict=state_dict, save_folder=folder), kind="disk")

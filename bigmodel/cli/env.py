@@ -1,0 +1,61 @@
+"""`bigmodel env`: what a bug report needs to say of the machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from typing import Annotated, Any
+
+import psutil
+import torch
+import typer
+from rich.table import Table
+
+from ..devices import accelerator_type, accelerators, available_host_bytes, device_memory
+from .output import console, human_bytes, print_json
+
+__all__ = ["env"]
+
+PACKAGES = ("bigmodel", "torch", "safetensors", "huggingface_hub", "bitsandbytes", "numpy", "transformers")
+
+
+def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Versions, devices and memory of this machine."""
+    facts = _facts()
+    if as_json:
+        print_json(facts)
+        return
+    table = Table("what", "value", title="bigmodel env")
+    table.add_row("python", facts["python"])
+    table.add_row("platform", facts["platform"])
+    for name, version in facts["packages"].items():
+        table.add_row(name, version or "not installed")
+    table.add_row("cores", str(facts["cores"]))
+    table.add_row("RAM available / total", f"{human_bytes(facts['ram_available_bytes'])} / {human_bytes(facts['ram_total_bytes'])}")
+    if not facts["accelerators"]:
+        table.add_row("accelerators", "none")
+    for device in facts["accelerators"]:
+        table.add_row(device["device"], f"{human_bytes(device['free_bytes'])} free of {human_bytes(device['total_bytes'])}")
+    console.print(table)
+
+
+def _facts() -> dict[str, Any]:
+    devices = [(device, *device_memory(device)) for device in accelerators()]
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cores": psutil.cpu_count() or 0,
+        "threads": torch.get_num_threads(),
+        "ram_available_bytes": available_host_bytes(),
+        "ram_total_bytes": psutil.virtual_memory().total,
+        "accelerator_type": accelerator_type(),
+        "accelerators": [{"device": str(device), "free_bytes": free, "total_bytes": total} for device, free, total in devices],
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,38 @@
+"""`bigmodel generate MODEL --prompt …`: text from a model that need not fit."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..errors import MissingPackageError
+from ..integrations.transformers import from_pretrained
+from .output import console
+from .plan import MaxMemory, parse_max_memory
+
+__all__ = ["generate"]
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help="A folder, or a model's id on the hub.")],
+    prompt: Annotated[str, typer.Option(help="The text to go on from.")],
+    max_memory: MaxMemory = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at the most.", min=1)] = 64,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    device_map: Annotated[str, typer.Option(help="auto, balanced, sequential, or one device.")] = "auto",
+    show_plan: Annotated[bool, typer.Option("--show-placement", help="Print where everything lives before generating.")] = False,
+) -> None:
+    """Loads a causal language model under the given budgets and streams its answer to the prompt."""
+    try:
+        from transformers import AutoTokenizer, TextStreamer
+    except ImportError as error:
+        raise MissingPackageError('`bigmodel generate` needs transformers: pip install "bigmodel[transformers]"') from error
+    from .. import placement
+
+    loaded = from_pretrained(model, device_map=device_map, max_memory=parse_max_memory(max_memory), dtype=dtype)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if show_plan:
+        console.print(str(placement(loaded)), highlight=False, markup=False)
+    inputs = tokenizer(prompt, return_tensors="pt").to(loaded.device)
+    loaded.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=TextStreamer(tokenizer, skip_special_tokens=True))

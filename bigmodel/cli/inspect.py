@@ -1,0 +1,79 @@
+"""`bigmodel inspect CHECKPOINT`: what is in a checkpoint, from its headers alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ..loading import Checkpoint
+from .output import console, human_bytes, print_json
+
+__all__ = ["inspect"]
+
+
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="A file, a folder, or an *.index.json.")],
+    depth: Annotated[int, typer.Option(help="How many levels of module names to show.", min=1)] = 2,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tensors, bytes by dtype and by module, and health: every header is checked (lengths, holes, overlaps, index against files)."""
+    found = Checkpoint.open(checkpoint)
+    facts = _facts(found, depth)
+    if as_json:
+        print_json(facts)
+        return
+    console.print(
+        f"[bold]{found.location}[/]: {found.format}, {len(found.files)} files, {len(found.entries)} tensors, "
+        f"{human_bytes(found.total_bytes)}. Headers are sound."
+    )
+    _print_sizes("dtype", facts["bytes_by_dtype"], found.total_bytes)
+    _print_sizes("module", facts["bytes_by_module"], found.total_bytes)
+    if tensors:
+        table = Table("tensor", "dtype", "shape", "bytes", "file")
+        for name, entry in found.entries.items():
+            table.add_row(name, _dtype_name(entry.dtype), str(list(entry.shape)), human_bytes(entry.nbytes), entry.file.name)
+        console.print(table)
+
+
+def _facts(found: Checkpoint, depth: int) -> dict[str, Any]:
+    by_dtype: Counter[str] = Counter()
+    by_module: Counter[str] = Counter()
+    for name, entry in found.entries.items():
+        by_dtype[_dtype_name(entry.dtype)] += entry.nbytes
+        by_module[".".join(name.split(".")[:-1][:depth]) or name] += entry.nbytes
+    return {
+        "location": str(found.location),
+        "format": found.format,
+        "files": [str(file) for file in found.files],
+        "total_bytes": found.total_bytes,
+        "bytes_by_dtype": dict(by_dtype),
+        "bytes_by_module": dict(by_module),
+        "metadata": dict(found.metadata),
+        "tensors": {
+            name: {
+                "dtype": _dtype_name(entry.dtype),
+                "shape": list(entry.shape),
+                "nbytes": entry.nbytes,
+                "file": str(entry.file),
+                "offset": entry.offset,
+            }
+            for name, entry in found.entries.items()
+        },
+    }
+
+
+def _print_sizes(what: str, sizes: dict[str, int], total_bytes: int) -> None:
+    table = Table(what, "bytes", "share")
+    table.columns[1].justify = table.columns[2].justify = "right"
+    for name, nbytes in sizes.items():
+        table.add_row(name, human_bytes(nbytes), f"{nbytes / max(1, total_bytes):.1%}")
+    console.print(table)
+
+
+def _dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,57 @@
+"""Sizes, budgets, device maps, ties, moving and loading."""
+
+from __future__ import annotations
+
+from ..loading import load_checkpoint_in_model, load_offloaded_weights, load_state_dict, save_model, set_module_tensor_to_device
+from ..modules import find_tied_parameters, get_non_persistent_buffers, named_module_tensors
+from ..planning import (
+    CustomDtype,
+    calculate_maximum_sizes,
+    check_device_map,
+    check_device_same,
+    check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device,
+    clean_device_map,
+    compute_module_sizes,
+    compute_module_total_buffer_size,
+    convert_file_size_to_int,
+    dtype_byte_size,
+    fallback_allocate,
+    get_balanced_memory,
+    get_max_layer_size,
+    get_max_memory,
+    get_module_leaves,
+    get_module_size_with_ties,
+    infer_auto_device_map,
+    retie_parameters,
+)
+
+__all__ = [
+    "CustomDtype",
+    "calculate_maximum_sizes",
+    "check_device_map",
+    "check_device_same",
+    "check_tied_parameters_in_config",
+    "check_tied_parameters_on_same_device",
+    "clean_device_map",
+    "compute_module_sizes",
+    "compute_module_total_buffer_size",
+    "convert_file_size_to_int",
+    "dtype_byte_size",
+    "fallback_allocate",
+    "find_tied_parameters",
+    "get_balanced_memory",
+    "get_max_layer_size",
+    "get_max_memory",
+    "get_module_leaves",
+    "get_module_size_with_ties",
+    "get_non_persistent_buffers",
+    "infer_auto_device_map",
+    "load_checkpoint_in_model",
+    "load_offloaded_weights",
+    "load_state_dict",
+    "named_module_tensors",
+    "retie_parameters",
+    "save_model",
+    "set_module_tensor_to_device",
+]

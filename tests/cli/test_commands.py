@@ -1,0 +1,109 @@
+"""The command line, as people and programs use it: tables, `--json`, exit codes, one message for an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from bigmodel.cli.main import main
+from bigmodel.cli.plan import parse_max_memory
+from bigmodel.errors import PlanError
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    tensors = {f"layers.{i}.weight": torch.zeros(64, 64) for i in range(4)}
+    file = tmp_path / "model.safetensors"
+    save_file({**tensors, "norm.weight": torch.zeros(64, dtype=torch.bfloat16)}, file)
+    return file
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr of one command."""
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    out = capsys.readouterr()
+    return int(stop.value.code or 0), out.out, out.err
+
+
+def test_inspect_counts_tensors_bytes_dtypes_and_modules(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "inspect", checkpoint, "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["total_bytes"] == 4 * 64 * 64 * 4 + 64 * 2
+    assert facts["bytes_by_dtype"] == {"float32": 4 * 64 * 64 * 4, "bfloat16": 128}
+    assert facts["bytes_by_module"]["layers.0"] == 64 * 64 * 4
+    assert facts["tensors"]["norm.weight"]["shape"] == [64]
+
+
+def test_inspect_prints_tables(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "inspect", checkpoint, "--tensors")
+    assert code == 0
+    assert "5 tensors" in out
+    assert "bfloat16" in out
+
+
+def test_inspect_of_a_truncated_file_is_one_message_and_exit_code_1(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-40])
+    code, out, error = run(capsys, "inspect", checkpoint)
+    assert code == 1
+    assert out == ""
+    assert "model.safetensors" in error
+    assert "Traceback" not in error
+
+
+def test_inspect_of_a_missing_file_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = run(capsys, "inspect", tmp_path / "nowhere.safetensors")
+    assert code == 1
+    assert "nowhere.safetensors" in error.replace("\n", "")
+
+
+def test_plan_keeps_the_budgets(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "plan", checkpoint, "--max-memory", "0=40KiB,cpu=1GiB", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert set(found["device_map"].values()) == {0, "cpu"}
+
+
+def test_plan_prints_a_table(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "plan", checkpoint, "--max-memory", "cpu=60KiB")
+    assert code == 0
+    assert "disk" in out
+
+
+def test_plan_refuses_what_it_cannot_read(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = run(capsys, "plan", checkpoint, "--max-memory", "lots")
+    assert code == 1
+    assert "lots" in error
+    assert "DEVICE=SIZE" in error
+
+
+def test_budgets_are_parsed() -> None:
+    assert parse_max_memory("0=2GiB, cpu=8GiB,disk=100") == {0: "2GiB", "cpu": "8GiB", "disk": 100}
+    assert parse_max_memory(None) is None
+    with pytest.raises(PlanError, match="cpu="):
+        parse_max_memory("cpu=")
+
+
+def test_env_tells_versions_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "env", "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["packages"]["torch"] == torch.__version__
+    assert facts["accelerators"] == []
+    assert run(capsys, "env")[0] == 0
+
+
+def test_help_tells_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    for name in ("inspect", "plan", "generate", "env"):
+        assert name in out
+
+
+def test_a_wrong_option_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "inspect")[0] == 2
