@@ -25,9 +25,9 @@ __all__ = ["DtypeOf", "Match", "match"]
 DtypeOf = Callable[[str, TensorSpec, torch.dtype], torch.dtype]
 """(name in the model, its shape and dtype there, dtype in the file) → the dtype that it shall have."""
 
-SCALE_ENDINGS: Final = ("_scale", "_scale_inv", ".scale", ".scales", ".absmax", ".SCB", "SCB")
+SCALE_ENDINGS: Final = ("_scale", "_scale_inv", ".scale", ".scales", ".absmax")
 """How the companions of packed weights are named, beside the weight: `weight_scale` (compressed-tensors, fbgemm), `weight_scale_inv`
-(DeepSeek), `SCB` (bitsandbytes 8-bit), `absmax` (bitsandbytes 4-bit). Only to be named in a message."""
+(DeepSeek), `absmax` (bitsandbytes 4-bit; its 8-bit `SCB` stands beside the weight). Only to be named in a message."""
 NAMES_SHOWN: Final = 10
 
 
@@ -206,7 +206,9 @@ def _with_dtype(
             continue  # its function has done what had to be done with scales
         why = _lossy(piece.origin.dtype, dtype)
         if why is not None:
-            scale = next((name for name in (piece.origin.name + end for end in SCALE_ENDINGS) if name in entries), None)
+            name = piece.origin.name
+            companions = [name + ending for ending in SCALE_ENDINGS] + [f"{name.rpartition('.')[0]}.SCB"]
+            scale = next((companion for companion in companions if companion in entries), None)
             return transfer, why + (f"; its scale {scale} would be ignored" if scale else "")
     return transfer, None
 

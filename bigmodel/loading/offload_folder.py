@@ -1,8 +1,8 @@
 """Offload folders: weights as raw files beside an `index.json`, or the index alone, pointing into checkpoints.
 
 The index is a JSON object, weight name → what it is. `{"dtype": "float32", "shape": [2, 3]}` stands for the raw file `<name>.dat`
-(row-major, the machine's byte order); `{"safetensors_file": …, "weight_name": …, "dtype": …}` for a tensor of a safetensors file, as transformers
-writes it; `{"torch_file": …, "weight_name": …, "dtype": …}` for one in a file of `torch.save`.
+(row-major, the machine's byte order); `{"safetensors_file": …, "weight_name": …, "dtype": …}` for one of a safetensors file (as
+transformers writes it); `{"torch_file": …, "weight_name": …, "dtype": …}` for one in a file of `torch.save`.
 """
 
 from __future__ import annotations
