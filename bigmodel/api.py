@@ -23,7 +23,7 @@ from .dispatch import (
     attach_layerwise_casting_hooks,
     dispatch,
 )
-from .errors import PlanError
+from .errors import CheckpointError, PlanError
 from .loading import (
     Checkpoint,
     DtypeOf,
@@ -428,10 +428,32 @@ def _folder_store(
 
     Raises `CheckpointError` when the folder is another model's.
     """
-    own = dict(model.state_dict())
-    here = [name for name in names if name in own and (isinstance(own[name], LazyTensor) or not own[name].is_meta)]
-    if here:
-        check_owner(folder, model)  # a folder of this model is written anew: its values may have changed since
-        offload_state_dict(folder, {name: own[name] for name in here})
+    own = model.state_dict()
+    here = {name: own[name] for name in names if name in own and (isinstance(own[name], LazyTensor) or not own[name].is_meta)}
+    if here and check_owner(folder, model):
+        _keep_or_refuse(folder, here)
+    elif here:
+        offload_state_dict(folder, here)
         write_owner(folder, model)
     return MappingStore(OffloadedWeightsLoader(state_dict=state_dict, save_folder=folder), kind="disk")
+
+
+def _keep_or_refuse(folder: str | Path, values: Mapping[str, torch.Tensor]) -> None:
+    """Leaves a folder that holds these values alone, adds those that it lacks, and refuses one that holds others.
+
+    Raises `CheckpointError`, with nothing written: another model may be reading that folder right now.
+    """
+    kept = OffloadedWeightsLoader(save_folder=folder)
+    for name, value in values.items():
+        if name in kept.all_keys and not torch.equal(_bytes_of(kept[name]), _bytes_of(value)):
+            raise CheckpointError(
+                f"{folder}: this offload folder holds other values of {name} than the model. Delete the folder, or use another one."
+            )
+    missing = {name: value for name, value in values.items() if name not in kept.all_keys}
+    if missing:
+        offload_state_dict(folder, missing)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes, so that NaN equals itself."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

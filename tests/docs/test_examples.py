@@ -1,4 +1,4 @@
-"""Every example in README and docs runs: the python blocks of a page in order, in one namespace and one folder; `bigmodel …` lines as commands."""
+"""Every example in README and docs runs: python blocks of a page in order, in one namespace and folder; `$ bigmodel …` as commands."""
 
 from __future__ import annotations
 
