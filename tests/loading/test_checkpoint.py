@@ -110,7 +110,7 @@ def test_an_index_must_not_lead_out_of_its_folder(tmp_path: Path, name: str) -> 
 def test_an_index_that_names_a_missing_file_or_tensor(tmp_path: Path) -> None:
     names = shards(tmp_path)
     index(tmp_path, names | {"c": "model-00002-of-00002.safetensors"})
-    with pytest.raises(CheckpointError, match="'c' is in model-00002-of-00002.safetensors, but it is not"):
+    with pytest.raises(CheckpointError, match=r"'c' is in model-00002-of-00002\.safetensors, but it is not"):
         Checkpoint.open(tmp_path)
     index(tmp_path, names | {"c": "model-00003-of-00003.safetensors"})
     with pytest.raises(CheckpointNotFoundError, match=r"model-00003-of-00003\.safetensors.*not there"):

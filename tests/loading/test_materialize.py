@@ -148,9 +148,9 @@ def test_no_memory_on_the_device_leaves_the_model_alone(tmp_path: Path, accelera
 
 def test_maps_that_do_not_fit_the_model(saved: Path, tied: Build) -> None:
     model = empty(tied)
-    with pytest.raises(ValueError, match="embed.weight.*doesn't have any device set"):
+    with pytest.raises(ValueError, match=r"embed\.weight.*doesn't have any device set"):
         load(model, Checkpoint.open(saved), {"block": "cpu"})
-    with pytest.raises(PlanError, match="'blocks'.*no such module"):
+    with pytest.raises(PlanError, match=r"'blocks'.*no such module"):
         load(model, Checkpoint.open(saved), {"": "cpu", "blocks": "disk"})
     with pytest.raises(PlanError, match="'block'"):
         load(model, Checkpoint.open(saved), {"": "cpu", "block": "nowhere"})
@@ -182,11 +182,11 @@ def test_an_interruption_while_reading_leaves_the_model_alone(
 
 
 def test_an_interruption_while_replacing_puts_everything_back(saved: Path, tied: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Replacement.put
     for model in (tied(), empty(tied)):
         before = {name: (id(parameter), parameter.device) for name, parameter in model.named_parameters(remove_duplicate=False)}
         values = {name: parameter.clone() for name, parameter in model.named_parameters()}
         buffers = dict(model.named_buffers())
-        real = Replacement.put
         count = 0
 
         def put(self: Replacement, names: list[str], data: torch.Tensor) -> None:

@@ -1,0 +1,77 @@
+"""Memory stays flat: what a load holds beside what stays is at most the ring, whatever the dtype and the number of files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from bigmodel.constants import RING_BYTES, MiB
+
+LAYERS = 16
+FORMS = ("one", "sharded", "torch")
+DTYPES = (("float32", "float32"), ("float32", "float16"), ("bfloat16", "float32"))
+
+# A process of its own, so that nothing else moves its memory.
+SCRIPT = """
+import json, sys, threading, time
+import torch
+from torch import nn
+from bigmodel.devices import private_bytes
+from bigmodel.loading import Checkpoint, init_empty_weights, load
+
+def extra_bytes(folder, dtype):
+    with init_empty_weights():
+        model = nn.ModuleList(nn.Linear(1024, 1024, bias=False, dtype=dtype) for _ in range(16))
+    peak, done = 0, threading.Event()
+    def sample():
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, private_bytes())
+    thread = threading.Thread(target=sample)
+    before = private_bytes()
+    thread.start()
+    load(model, Checkpoint.open(folder))
+    done.set()
+    thread.join()
+    return max(peak, private_bytes()) - before - sum(p.nbytes for p in model.parameters())
+
+cases = json.loads(sys.argv[1])
+extra_bytes(cases[0][0], getattr(torch, cases[0][1]))  # threads, imports and caches are not what is measured
+print(json.dumps([extra_bytes(folder, getattr(torch, dtype)) for folder, dtype in cases]))
+"""
+
+
+@pytest.fixture(scope="module")
+def extra_bytes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], int]:
+    """Peak private memory beyond what stays, for every form of a checkpoint of 32 or 64 MiB and every pair of dtypes."""
+    root = tmp_path_factory.mktemp("memory")
+    cases = [(form, stored, wanted) for form in FORMS for stored, wanted in DTYPES]
+    for form, stored, _ in cases:
+        folder = root / f"{form}-{stored}"
+        folder.mkdir(exist_ok=True)
+        state = {f"{number}.weight": torch.full((1024, 1024), number, dtype=getattr(torch, stored)) for number in range(LAYERS)}
+        if form == "torch":
+            torch.save(state, folder / "pytorch_model.bin")
+        elif form == "one":
+            save_file(state, folder / "model.safetensors")
+        else:
+            for number, (name, value) in enumerate(state.items()):
+                save_file({name: value}, folder / f"model-{number + 1:05d}-of-{LAYERS:05d}.safetensors")
+    asked = [(str(root / f"{form}-{stored}"), wanted) for form, stored, wanted in cases]
+    result = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(asked)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return dict(zip(cases, json.loads(result.stdout), strict=True))
+
+
+@pytest.mark.parametrize(("stored", "wanted"), DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_peak_private_memory_is_what_stays_plus_the_ring(
+    extra_bytes: dict[tuple[str, str, str], int], form: str, stored: str, wanted: str
+) -> None:
+    # The files hold 32 to 64 MiB: a bound below that shows that no second copy of them is held.
+    assert extra_bytes[form, stored, wanted] <= min(RING_BYTES, 12 * MiB)
