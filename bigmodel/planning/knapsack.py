@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -172,54 +173,60 @@ def pack(kinds: Sequence[Kind], capacities: Sequence[int], *, worth_more_than: i
     bin could hold if it were filled alone, in the common case of many equal blocks. Where it does not, an exhaustive search follows: exact
     for small cases, cut off after `NODE_LIMIT` steps, and then the result is the best found. The bound tells how far off it can be.
     """
-    required_bonus = 1 + sum(kind.value * kind.count for kind in kinds)
-    # Required units are kinds of their own inside the knapsacks, worth more than everything else together.
-    split = [(index, kind, kind.required, kind.value + required_bonus) for index, kind in enumerate(kinds) if kind.required]
-    split += [(index, kind, kind.count - kind.required, kind.value) for index, kind in enumerate(kinds) if kind.count > kind.required]
-    required_value = sum(kind.required * (kind.value + required_bonus) for kind in kinds)
-    optional_value = sum((kind.count - kind.required) * kind.value for kind in kinds)
-    values = [value for _, _, _, value in split]
-
-    def frontier(position: int, left: Sequence[int], capacity: int) -> _Frontier:
-        return _Frontier([kind.weight if position else kind.first_weight for _, kind, _, _ in split], values, left, capacity)
-
-    available = [count for _, _, count, _ in split]
-    largest_other = max(capacities[1:], default=0)
-    fronts = [frontier(0, available, capacities[0])]
-    if len(capacities) > 1:
-        fronts.append(frontier(1, available, largest_other))
-    bound = required_value + optional_value
-    if all(front.exact for front in fronts):
-        alone = fronts[0].best_value(capacities[0]) + sum(fronts[-1].best_value(capacity) for capacity in capacities[1:])
-        bound = min(bound, alone)
-    if bound < required_value or bound - required_bonus * sum(kind.required for kind in kinds) <= worth_more_than:
+    bound = _upper_bound(kinds, capacities)
+    if bound <= worth_more_than:
         return None
-
-    best_counts: list[list[int]] = []
-    best_value = -1
-    for order in (list(range(len(capacities))), sorted(range(len(capacities)), key=lambda position: capacities[position])):
-        left = list(available)
-        counts = [[0] * len(kinds) for _ in capacities]
-        value = 0
-        for position in order:
-            for part, taken in enumerate(frontier(position, left, capacities[position]).best_counts()):
-                left[part] -= taken
-                counts[position][split[part][0]] += taken
-                value += taken * values[part]
-        if value > best_value:
-            best_value, best_counts = value, counts
-        if best_value >= bound:
+    value, counts = -1, None
+    for order in (range(len(capacities)), sorted(range(len(capacities)), key=capacities.__getitem__)):
+        filled_value, filled = _fill(kinds, capacities, order)
+        if filled_value > value:
+            value, counts = filled_value, filled
+        if value >= bound:
             break
-
-    bonus = required_bonus * sum(kind.required for kind in kinds)
-    plain_bound = bound - bonus
-    plain_value = best_value - bonus if best_value >= required_value else -1
-    if plain_value < plain_bound:
-        search = _Search(kinds, list(capacities), max(plain_value, worth_more_than), plain_bound)
+    if value < bound:
+        search = _Search(kinds, list(capacities), max(value, worth_more_than), bound)
         if search.run():
-            plain_bound = search.best_value
+            bound = search.best_value
         if search.best is not None:
-            plain_value, best_counts = search.best_value, search.best
-    if plain_value <= worth_more_than:
+            value, counts = search.best_value, search.best
+    if counts is None or value <= worth_more_than:
         return None
-    return Packing(tuple(tuple(row) for row in best_counts), plain_value, plain_bound)
+    return Packing(tuple(tuple(row) for row in counts), value, bound)
+
+
+def _weights(kinds: Sequence[Kind], position: int) -> list[int]:
+    return [kind.weight if position else kind.first_weight for kind in kinds]
+
+
+def _upper_bound(kinds: Sequence[Kind], capacities: Sequence[int]) -> int:
+    """What all bins could save together if each had all units for itself, and no more than there is to save."""
+    values, counts = [kind.value for kind in kinds], [kind.count for kind in kinds]
+    total = sum(kind.value * kind.count for kind in kinds)
+    alone = 0
+    for position, capacity in ((0, capacities[0]), (1, max(capacities[1:], default=-1))):
+        if capacity < 0:
+            continue
+        front = _Frontier(_weights(kinds, position), values, counts, capacity)
+        bins = capacities[1:] if position else capacities[:1]
+        best = max((kind.value / weight for kind, weight in zip(kinds, _weights(kinds, position), strict=True) if weight), default=0.0)
+        alone += sum(front.best_value(each) if front.exact else math.ceil(best * each) for each in bins)
+    return min(total, alone)
+
+
+def _fill(kinds: Sequence[Kind], capacities: Sequence[int], order: Iterable[int]) -> tuple[int, list[list[int]] | None]:
+    """The bins filled in this order, each as well as possible with what is left; -1 and None if a required unit was left over."""
+    required_bonus = 1 + sum(kind.value * kind.count for kind in kinds)
+    # Required units are kinds of their own here, worth more than everything else together.
+    parts = [(index, kind.required, kind.value + required_bonus) for index, kind in enumerate(kinds) if kind.required]
+    parts += [(index, kind.count - kind.required, kind.value) for index, kind in enumerate(kinds) if kind.count > kind.required]
+    left = [count for _, count, _ in parts]
+    counts = [[0] * len(kinds) for _ in capacities]
+    for position in order:
+        weights = _weights(kinds, position)
+        front = _Frontier([weights[index] for index, _, _ in parts], [value for _, _, value in parts], left, capacities[position])
+        for part, taken in enumerate(front.best_counts()):
+            left[part] -= taken
+            counts[position][parts[part][0]] += taken
+    if any(left[part] for part, (_, _, value) in enumerate(parts) if value > required_bonus):
+        return -1, None
+    return sum(row[index] * kind.value for row in counts for index, kind in enumerate(kinds)), counts

@@ -12,6 +12,7 @@ from .resident import Tier, alike, all_resident, deal, limit_bytes
 
 __all__ = ["Assignment", "assign", "is_better", "ring_bytes", "solve"]
 
+NO_LIMIT = 1 << 50
 SUBPROBLEM_LIMIT = 48
 """Choices of the largest offloaded groups that are solved in full, the most promising first."""
 
@@ -82,9 +83,9 @@ def solve(
 
     Everything stays on the compute devices if it can be packed there; no reserve is kept then. Otherwise one of them is the main device,
     keeps room for two offloaded groups to pass through (the one in use and the next one), and as few bytes as possible travel per step.
-    Only where the main device has no room for the two largest groups of the model is one slot used; a budget that grows beyond that point
-    buys the second slot first, and what one slot could keep is never given up for it, so that more budget never offloads more. In a model
-    of few large groups (`second_slot_costs_much`) the second slot is only taken if it costs nothing. `overlap_first` says so or otherwise.
+    Only where no device has room for the two largest groups of the model is one slot used; a budget that grows beyond that point buys
+    the second slot first, and what one slot could keep is never given up for it, so that more budget never offloads more. In a model of few
+    large groups (`second_slot_costs_much`, unless `overlap_first` tells) the second slot is only taken if it costs nothing.
 
     Which groups are the largest offloaded ones is tried in all combinations (up to `SUBPROBLEM_LIMIT`), each a packing problem
     (`knapsack.pack`): exact for few units or many equal ones, and `is_optimal` says whether it is proven. Equal units are dealt to the
@@ -95,28 +96,41 @@ def solve(
     resident = all_resident(units, compute, mode)
     if resident is not None:
         return Assignment(tuple(resident), compute[0].key, 0, 0, 0, is_optimal=True)
-    best: Assignment | None = None
-    one_slot_limit = 1 << 62
+    enough = NO_LIMIT
     if not second_slot_costs_much(units) if overlap_first is None else overlap_first:
-        one_slot_limit = ring_bytes(units, 2) + sum(unit.staying_bytes for unit in units) - 1
-    tried: set[int] = set()
-    for main, tier in enumerate(compute):
-        budget = limit_bytes(tier)
-        if budget <= 0 or budget in tried:
-            continue
-        tried.add(budget)
-        for slots, main_bytes in ((2, budget), (1, min(budget, one_slot_limit))):
-            found = _partly_resident(units, compute, stores, main, main_bytes, slots)
-            if found is not None and main_holds and found.main not in found.places:
+        enough = ring_bytes(units, 2) + sum(unit.staying_bytes for unit in units) - 1
+    best: Assignment | None = None
+    for slots, most in ((2, NO_LIMIT), (1, enough)):
+        limits = [min(limit_bytes(tier), most) for tier in compute]
+        tried = {0}
+        for main, limit in enumerate(limits):
+            if limit in tried:  # equal devices do equally well, and the first of them is the one that people expect
                 continue
-            if found is not None and (best is None or is_better(found, best, units)):
+            tried.add(limit)
+            positions, is_optimal = _partly_resident(units, limits, main, slots)
+            if positions is None:
+                continue
+            found = _finish(units, compute, stores, main, slots, positions, is_optimal=is_optimal)
+            if main_holds and found.main not in found.places:
+                continue
+            if best is None or is_better(found, best, units):
                 best = found
     return best
 
 
 def second_slot_costs_much(units: Sequence[Unit]) -> bool:
-    """Whether room for two groups is more than a quarter of all that can travel: then what it would keep saves more than overlap does."""
-    return 4 * ring_bytes(units, 2) > sum(unit.moved_bytes for unit in units)
+    """Whether a group of typical size is more than an eighth of all that can travel: then keeping it saves more than overlap does.
+
+    Typical is the size up to which groups hold half of all bytes.
+    """
+    slots = sorted(slot for unit in units for slot in unit.slot_bytes)
+    total_bytes = sum(slots)
+    seen_bytes = 0
+    for slot in slots:
+        seen_bytes += slot
+        if 2 * seen_bytes >= total_bytes:
+            return 8 * slot > total_bytes
+    return False
 
 
 def is_better(first: Assignment, second: Assignment, units: Sequence[Unit]) -> bool:
@@ -138,13 +152,14 @@ class _Choice:
     special: int | None
 
 
-def _partly_resident(
-    units: Sequence[Unit], compute: Sequence[Tier], stores: Sequence[Tier], main: int, main_bytes: int, slots: int
-) -> Assignment | None:
-    """The assignment that moves the fewest bytes with this main device and ring; None if no ring fits."""
+def _partly_resident(units: Sequence[Unit], limits: Sequence[int], main: int, slots: int) -> tuple[list[int | None] | None, bool]:
+    """The device of each unit (None: offloaded) so that the fewest bytes move with this main device and ring, and whether that is proven.
+
+    None for all of it if no ring fits.
+    """
     # The buffers of all units are charged to the main device, as though all were offloaded; there they then cost nothing more.
-    main_room = main_bytes - sum(unit.staying_bytes for unit in units)
-    other_limits = [limit_bytes(tier) for position, tier in enumerate(compute) if position != main]
+    main_room = limits[main] - sum(unit.staying_bytes for unit in units)
+    other_limits = [limit for position, limit in enumerate(limits) if position != main]
     movers = [index for index, unit in enumerate(units) if unit.moved_bytes]
     kinds, rows = alike([(units[i].stored_bytes, units[i].total_bytes, units[i].moved_bytes, units[i].slot_bytes) for i in movers])
     members = [[movers[row] for row in group] for group in rows]
@@ -163,21 +178,20 @@ def _partly_resident(
             Kind(first, other, value, len(group), must)
             for (first, other, value, _), group, must in zip(kinds, members, required, strict=True)
         ]
-        limits = [main_room - choice.ring_bytes, *other_limits]
-        if sum(kind.required * min(kind.first_weight, kind.weight) for kind in problem) > sum(limits):
+        room = [main_room - choice.ring_bytes, *other_limits]
+        if sum(kind.required * min(kind.first_weight, kind.weight) for kind in problem) > sum(room):
             continue
-        if best_value >= 0 and sum(limits) < best_value and all(kind.value <= min(kind.first_weight, kind.weight) for kind in problem):
+        if best_value >= 0 and sum(room) < best_value and all(kind.value <= min(kind.first_weight, kind.weight) for kind in problem):
             continue
-        packing = pack(problem, limits, worth_more_than=best_value)
+        packing = pack(problem, room, worth_more_than=best_value)
         if packing is not None:
             best_value, best_counts = packing.value, packing.counts
             bound_value = max(bound_value, packing.bound)
     if best_counts is None:
-        return None
-    positions = deal(best_counts, members, len(units))
-    order = [main, *(position for position in range(len(compute)) if position != main)]
-    placed: list[int | None] = [None if position is None else order[position] for position in positions]
-    return _finish(units, compute, stores, main, slots, placed, is_optimal=best_value >= bound_value)
+        return None, False
+    order = [main, *(position for position in range(len(limits)) if position != main)]
+    dealt = deal(best_counts, members, len(units))
+    return [None if position is None else order[position] for position in dealt], best_value >= bound_value
 
 
 def _choices(
@@ -207,7 +221,7 @@ def _finish(
     positions: list[int | None],
     *,
     is_optimal: bool,
-) -> Assignment | None:
+) -> Assignment:
     """What moves nothing goes where room is left, the rest to the stores; contiguous if that costs nothing."""
     offloaded = [unit for unit, position in zip(units, positions, strict=True) if position is None and unit.moved_bytes]
     reserve = ring_bytes(offloaded, slots)
