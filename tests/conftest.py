@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 sys.path.insert(0, str(Path(__file__).parent / "simulator"))
 
@@ -81,20 +83,36 @@ def accelerators(request: pytest.FixtureRequest) -> Iterator[AcceleratorsFactory
             simulator.synchronize(index)
         hazards = simulator.take_hazards()
         failed = request.node.stash.get(_failed, False)  # its traceback keeps its tensors alive
-        leaks = {} if failed or not checks_leaks else _leaked_bytes(simulator)
+        leaks = None if failed or not checks_leaks else _leaks(simulator)
     finally:
         simulator.tear_down()
     if hazards:
         pytest.fail("The sanitizer found accesses that nothing orders:\n" + "\n".join(hazards), pytrace=False)
-    if leaks:
-        pytest.fail(f"Bytes still allocated on devices after the test, by device index: {leaks}", pytrace=False)
+    if leaks is not None:
+        pytest.fail(leaks, pytrace=False)
 
 
-def _leaked_bytes(simulator: ModuleType) -> dict[int, int]:
+def _leaks(simulator: ModuleType) -> str | None:
+    """What is still allocated, or None. Threads that just let go of their last tensor have a second to do so."""
     indices = range(simulator.device_count())
-    if any(map(simulator.memory_allocated, indices)):
+    deadline = time.monotonic() + 1.0
+    while leaks := {index: count for index in indices if (count := simulator.memory_allocated(index))}:
+        if time.monotonic() > deadline:
+            return f"Bytes still allocated on devices after the test, by device index: {leaks}\n{_tensors_alive(simulator)}"
         gc.collect()  # 0.2 s with transformers loaded, so only where something is left
-    return {index: count for index in indices if (count := simulator.memory_allocated(index))}
+        time.sleep(0.01)
+    return None
+
+
+def _tensors_alive(simulator: ModuleType) -> str:
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor) and not isinstance(value, FakeTensor)]
+    on_device = [tensor for tensor in tensors if tensor.device.type == simdev.NAME]
+    lines = [
+        f"{type(tensor).__name__} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, referred to by "
+        f"{sorted({type(holder).__name__ for holder in gc.get_referrers(tensor) if holder is not tensors and holder is not on_device})}"
+        for tensor in on_device[:8]
+    ]
+    return "\n".join([f"{len(on_device)} tensors on them are alive in Python:", *lines])
 
 
 @pytest.fixture(params=["cpu", "sim:0"])
