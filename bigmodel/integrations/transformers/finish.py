@@ -6,10 +6,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...devices import DeviceKey, as_key
-from ...dispatch import AlignDevicesHook, add_hook_to_module
+from ...dispatch import AlignDevicesHook, LazyTensor, add_hook_to_module
 from .keys import TransformersKeys
 from .package import transformers_module
+from .saving import SavePretrained
 
 __all__ = ["finish"]
 
@@ -26,6 +29,8 @@ def finish(model: Any, path_or_id: str | os.PathLike[str], folder: Path, rules: 
     if getattr(model, "hf_device_map", None) is not None:
         model.hf_device_map = _map_for_libraries(model, model.hf_device_map)
         _hook_encoder(model)
+        if any(isinstance(tensor, LazyTensor) for tensor in (*model.parameters(), *model.buffers())):
+            model.save_pretrained = SavePretrained(model)
 
 
 def _generation_config(folder: Path) -> Any:
@@ -36,11 +41,15 @@ def _generation_config(folder: Path) -> Any:
     return configuration.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
 
 
-def _map_for_libraries(model: Any, device_map: dict[str, DeviceKey]) -> dict[str, DeviceKey]:
-    """The same map in an order in which it starts with the main device: pipelines put their inputs on the first device of the map.
+def _map_for_libraries(model: Any, device_map: dict[str, DeviceKey]) -> dict[str, Any]:
+    """The same map, so that transformers draws the right conclusions from it.
 
-    A map that has no entry for the main device, since all weights are on disk, gets one for the (empty) rest of the model.
+    It starts with the main device, since pipelines put their inputs on the first device of the map. Where it has no entry for the main
+    device, because all weights are on disk, it gets one for the (empty) rest of the model. The CPU alone is a `torch.device`, since "cpu"
+    means to transformers that something is offloaded.
     """
+    if set(device_map.values()) == {"cpu"}:
+        return dict.fromkeys(device_map, torch.device("cpu"))
     main = as_key(model.device)
     if main not in device_map.values():
         if set(device_map.values()) != {"disk"}:
