@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -12,9 +12,9 @@ from typing import Final
 import torch
 
 from .entry import Entry, contiguous_strides
-from .transfer import Piece, Transfer
+from .transfer import Computation, Piece, Transfer
 
-__all__ = ["Batch", "Range", "batches", "ranges_of"]
+__all__ = ["Batch", "Range", "ReadPlan", "plan_reads"]
 
 DIRECT_BYTES: Final = 8 << 20
 """Longest read straight into place: long enough for any disk, short enough that several threads share one big tensor."""
@@ -35,13 +35,13 @@ _Dims = list[tuple[int, int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bytes of a file that are neighbours there, and the elements of the destination that they become."""
+    """Bytes of a file that are neighbours there, and the elements of a destination that they become."""
 
     file: Path
     offset: int
     nbytes: int
-    destination: torch.Tensor
-    """All of it, flat."""
+    job: int
+    """Which destination."""
     first: int
     """Element of the destination that the range's first element becomes."""
     dims: tuple[tuple[int, int, int], ...] | None
@@ -72,6 +72,43 @@ class Batch:
     """From the first byte to the last, gaps included."""
     filled_bytes: int = 0
     """Bytes that become elements."""
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether bytes between the ranges are read and thrown away."""
+        return self.nbytes > sum(each.nbytes for each in self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """How some tensors are read: made once, carried out with any destinations of the same shapes, dtypes and kind of device."""
+
+    transfers: tuple[Transfer, ...]
+    batches: tuple[Batch, ...]
+    files: frozenset[Path]
+    filled_bytes: int
+    """Bytes of the batches that become elements."""
+    computed: tuple[tuple[int, Piece, Computation], ...]
+    """Pieces that a function makes, and the number of their transfer."""
+
+
+def plan_reads(jobs: Sequence[tuple[Transfer, torch.dtype, bool]]) -> ReadPlan:
+    """The plan for transfers into destinations of a dtype, in host memory or not."""
+    ranges = [each for number, (transfer, dtype, on_host) in enumerate(jobs) for each in _ranges(number, transfer, dtype, on_host)]
+    found = tuple(_batches(ranges))
+    computed = (
+        (number, piece, piece.origin)
+        for number, (transfer, _, _) in enumerate(jobs)
+        for piece in transfer.pieces
+        if isinstance(piece.origin, Computation)
+    )
+    return ReadPlan(
+        transfers=tuple(transfer for transfer, _, _ in jobs),
+        batches=found,
+        files=frozenset(batch.file for batch in found),
+        filled_bytes=sum(batch.filled_bytes for batch in found),
+        computed=tuple(computed),
+    )
 
 
 def _merged(piece: Piece, target_strides: tuple[int, ...]) -> _Dims:
@@ -110,44 +147,35 @@ def _chunks(dims: _Dims, limit: int, source: int, target: int) -> Iterator[tuple
         yield from _chunks(rest, limit, source + start * source_step, target + start * target_step)
 
 
-def ranges_of(transfer: Transfer, destination: torch.Tensor) -> Iterator[Range]:
-    """The ranges that fill `destination` (contiguous) from the files; computed pieces are left out."""
+def _ranges(job: int, transfer: Transfer, dtype: torch.dtype, on_host: bool) -> Iterator[Range]:
     strides = contiguous_strides(transfer.shape)
-    flat = destination.detach().reshape(-1)
     for piece in transfer.pieces:
         if isinstance(piece.origin, Entry) and 0 not in piece.shape:
-            yield from _ranges_of_piece(piece, piece.origin, strides, flat, transfer.dtype)
+            as_is = on_host and piece.origin.dtype == transfer.dtype == dtype
+            yield from _ranges_of_piece(job, piece, piece.origin, strides, transfer.dtype, as_is)
 
 
-def _ranges_of_piece(piece: Piece, entry: Entry, strides: tuple[int, ...], flat: torch.Tensor, rounded: torch.dtype) -> Iterator[Range]:
+def _ranges_of_piece(job: int, piece: Piece, entry: Entry, strides: tuple[int, ...], rounded: torch.dtype, as_is: bool) -> Iterator[Range]:
     item = entry.dtype.itemsize
     first = sum(start * stride for start, stride in zip(piece.start, strides, strict=True))
     dims = _merged(piece, strides)
     in_order = not dims or dims[-1][1:] == (1, 1)
     run = dims[-1][0] if dims and in_order else 1
-    direct = (
-        flat.device.type == "cpu"
-        and entry.dtype == rounded == flat.dtype
-        and in_order
-        and (len(dims) <= 1 or run * item >= SHORTEST_RUN_BYTES)
-    )
-    limit = max(1, (DIRECT_BYTES if direct else STAGED_BYTES) // item)
-    if direct:
+    if as_is and in_order and (len(dims) <= 1 or run * item >= SHORTEST_RUN_BYTES):
+        limit = DIRECT_BYTES // item
         for position in itertools.product(*(range(size) for size, _, _ in dims[:-1])):
             source = piece.source_offset + sum(index * step for index, (_, step, _) in zip(position, dims, strict=False))
             target = first + sum(index * step for index, (_, _, step) in zip(position, dims, strict=False))
             for start in range(0, run, limit):
                 number = min(limit, run - start)
-                yield Range(
-                    entry.file, entry.offset + (source + start) * item, number * item, flat, target + start, None, entry.dtype, rounded
-                )
+                offset = entry.offset + (source + start) * item
+                yield Range(entry.file, offset, number * item, job, target + start, None, entry.dtype, rounded)
         return
-    for source, target, part in _chunks(dims, limit, piece.source_offset, first):
-        nbytes = _span(part) * item
-        yield Range(entry.file, entry.offset + source * item, nbytes, flat, target, tuple(part), entry.dtype, rounded)
+    for source, target, part in _chunks(dims, STAGED_BYTES // item, piece.source_offset, first):
+        yield Range(entry.file, entry.offset + source * item, _span(part) * item, job, target, tuple(part), entry.dtype, rounded)
 
 
-def batches(ranges: Iterable[Range]) -> Iterator[Batch]:
+def _batches(ranges: Iterable[Range]) -> Iterator[Batch]:
     """Ranges in file order, neighbours together as far as staging memory, size and number of buffers allow."""
     batch: Batch | None = None
     end = 0

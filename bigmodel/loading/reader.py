@@ -14,7 +14,7 @@ from ..progress import Progress
 from .entry import FileIdentity, contiguous_strides
 from .files import OpenFiles, read_scattered
 from .host_memory import empty_host_tensor
-from .ranges import ALIGNMENT, GAP_BYTES, STAGED_BYTES, Batch, Range, batches, ranges_of
+from .ranges import GAP_BYTES, STAGED_BYTES, Batch, Range, ReadPlan, plan_reads
 from .transfer import Computation, Piece, Transfer
 from .workers import worker_count, workers
 
@@ -40,35 +40,31 @@ class Reader:
         `constants.RING_BYTES`. Returns the bytes of the files that became elements. Raises `CheckpointError` when a file has changed or
         ends early; what the tensors hold then is undefined.
         """
-        ranges: list[Range] = []
-        computed: list[tuple[Piece, Transfer, torch.Tensor]] = []
-        for transfer, destination in jobs:
-            if tuple(destination.shape) != transfer.shape or not destination.is_contiguous():
+        plan = plan_reads([(transfer, tensor.dtype, tensor.device.type == "cpu") for transfer, tensor in jobs])
+        return self.carry_out(plan, [tensor for _, tensor in jobs], progress)
+
+    def carry_out(self, plan: ReadPlan, destinations: Sequence[torch.Tensor], progress: Progress | None = None) -> int:
+        """Reads by a plan that `plan_reads` made for such destinations: for who reads the same tensors again and again. See `read`."""
+        for transfer, destination in zip(plan.transfers, destinations, strict=True):
+            if destination.shape != transfer.shape or not destination.is_contiguous():
                 raise ValueError(f"{transfer.target!r}: the destination must be contiguous and of shape {list(transfer.shape)}.")
-            ranges += ranges_of(transfer, destination)
-            computed += [(piece, transfer, destination) for piece in transfer.pieces if isinstance(piece.origin, Computation)]
-        total = self._read_ranges(ranges, progress)
-        for piece, transfer, destination in computed:
-            total += self._compute(piece, transfer, destination, progress)
+        self._read_batches(plan, destinations, progress)
+        total = plan.filled_bytes
+        for number, piece, computation in plan.computed:
+            total += self._compute(piece, computation, plan.transfers[number], destinations[number], progress)
         return total
 
-    def close(self) -> None:
-        """Closes the files; a later read opens them again."""
-        self._files.close()
-
-    def _read_ranges(self, ranges: list[Range], progress: Progress | None) -> int:
-        if not ranges:
-            return 0
-        descriptors = self._files.checked({each.file for each in ranges})
-        work = list(batches(ranges))
-        total = sum(batch.filled_bytes for batch in work)
-        if len(work) == 1 or total <= INLINE_BYTES:
-            _drain(iter(work), descriptors, progress, threading.Event())
-            return total
-        pending = _Shared(iter(work))
+    def _read_batches(self, plan: ReadPlan, destinations: Sequence[torch.Tensor], progress: Progress | None) -> None:
+        descriptors = self._files.checked(plan.files)
+        flat = [destination.detach().view(-1) for destination in destinations]
+        if len(plan.batches) <= 1 or plan.filled_bytes <= INLINE_BYTES:
+            _drain(iter(plan.batches), flat, descriptors, progress, threading.Event())
+            return
+        pending = _Shared(iter(plan.batches))
         stop = threading.Event()
         pool = workers()
-        futures = [pool.submit(_drain, pending, descriptors, progress, stop) for _ in range(min(worker_count(), len(work)))]
+        count = min(worker_count(), len(plan.batches))
+        futures = [pool.submit(_drain, pending, flat, descriptors, progress, stop) for _ in range(count)]
         try:
             for future in futures:
                 future.result()
@@ -80,11 +76,14 @@ class Reader:
             for future in futures:
                 if not future.cancelled():
                     future.exception()
-        return total
 
-    def _compute(self, piece: Piece, transfer: Transfer, destination: torch.Tensor, progress: Progress | None) -> int:
-        computation = piece.origin
-        assert isinstance(computation, Computation)
+    def close(self) -> None:
+        """Closes the files; a later read opens them again."""
+        self._files.close()
+
+    def _compute(
+        self, piece: Piece, computation: Computation, transfer: Transfer, destination: torch.Tensor, progress: Progress | None
+    ) -> int:
         inputs = [empty_host_tensor(part.shape, part.dtype) for part in computation.inputs]
         total = self.read(list(zip(computation.inputs, inputs, strict=True)), progress)
         result = computation.function(inputs)
@@ -98,7 +97,7 @@ class Reader:
         view = result.as_strided(piece.shape, piece.source_strides, result.storage_offset() + piece.source_offset)
         strides = contiguous_strides(transfer.shape)
         first = sum(start * stride for start, stride in zip(piece.start, strides, strict=True))
-        flat = destination.detach().reshape(-1)
+        flat = destination.detach().view(-1)
         with torch.inference_mode():
             _copy(flat.as_strided(piece.shape, strides, flat.storage_offset() + first), view, transfer.dtype)
         return total
@@ -119,7 +118,13 @@ class _Shared:
             return next(self._items)
 
 
-def _drain(work: Iterator[Batch], descriptors: Mapping[Path, int], progress: Progress | None, stop: threading.Event) -> None:
+def _drain(
+    work: Iterator[Batch],
+    destinations: Sequence[torch.Tensor],
+    descriptors: Mapping[Path, int],
+    progress: Progress | None,
+    stop: threading.Event,
+) -> None:
     staging = None
     try:
         # Destinations may be tensors made in inference mode, which no other mode may write to.
@@ -127,9 +132,9 @@ def _drain(work: Iterator[Batch], descriptors: Mapping[Path, int], progress: Pro
             for batch in work:
                 if stop.is_set():
                     return
-                if staging is None and (batch.staged_bytes or len(batch.ranges) > 1):
-                    staging = torch.empty(STAGED_BYTES + GAP_BYTES + ALIGNMENT, dtype=torch.uint8, device="cpu")
-                _read_batch(batch, descriptors[batch.file], staging)
+                if staging is None and (batch.staged_bytes or batch.has_gaps):
+                    staging = torch.empty(STAGED_BYTES + GAP_BYTES, dtype=torch.uint8, device="cpu")
+                _read_batch(batch, destinations, descriptors[batch.file], staging)
                 if progress is not None:
                     progress.advance(batch.filled_bytes)
     except BaseException:
@@ -137,7 +142,7 @@ def _drain(work: Iterator[Batch], descriptors: Mapping[Path, int], progress: Pro
         raise
 
 
-def _read_batch(batch: Batch, descriptor: int, staging: torch.Tensor | None) -> None:
+def _read_batch(batch: Batch, destinations: Sequence[torch.Tensor], descriptor: int, staging: torch.Tensor | None) -> None:
     buffers: list[memoryview] = []
     copies: list[tuple[Range, torch.Tensor]] = []
     position = batch.ranges[0].offset
@@ -145,9 +150,10 @@ def _read_batch(batch: Batch, descriptor: int, staging: torch.Tensor | None) -> 
     for each in batch.ranges:
         if each.offset > position:
             assert staging is not None
-            buffers.append(_memory(staging[-GAP_BYTES:][: each.offset - position]))
+            buffers.append(_memory(staging[STAGED_BYTES : STAGED_BYTES + each.offset - position]))
         if each.dims is None:
-            buffers.append(_memory(each.destination[each.first : each.first + each.nbytes // each.dtype.itemsize]))
+            item = each.dtype.itemsize
+            buffers.append(_memory(destinations[each.job])[each.first * item : each.first * item + each.nbytes])
         else:
             assert staging is not None
             part = staging[used : used + each.nbytes]
@@ -158,9 +164,10 @@ def _read_batch(batch: Batch, descriptor: int, staging: torch.Tensor | None) -> 
     read_scattered(descriptor, buffers, batch.ranges[0].offset, batch.file)
     for each, part in copies:
         assert each.dims is not None
+        destination = destinations[each.job]
         sizes = [size for size, _, _ in each.dims]
         values = part.view(each.dtype).as_strided(sizes, [source for _, source, _ in each.dims])
-        place = each.destination.as_strided(sizes, [target for _, _, target in each.dims], each.destination.storage_offset() + each.first)
+        place = destination.as_strided(sizes, [target for _, _, target in each.dims], destination.storage_offset() + each.first)
         _copy(place, values, each.rounded)
 
 

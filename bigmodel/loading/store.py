@@ -12,6 +12,7 @@ import torch
 
 from ..protocols import Read, TensorSpec
 from .entry import FileIdentity
+from .ranges import ReadPlan, plan_reads
 from .reader import Reader
 from .transfer import Transfer
 
@@ -29,6 +30,7 @@ class CheckpointStore:
         self._transfers = dict(transfers)
         self._reader = Reader(identities)
         self._replaced: dict[str, torch.Tensor] = {}
+        self._plans: dict[tuple[tuple[str, torch.dtype], ...], ReadPlan] = {}
 
     @property
     def kind(self) -> str:
@@ -51,15 +53,23 @@ class CheckpointStore:
 
     def read_into(self, reads: Sequence[Read]) -> None:
         """Fills every destination. Raises `CheckpointError` when a file has changed since the checkpoint was opened."""
-        jobs = []
+        wanted = []
         for read in reads:
             replaced = self._replaced.get(read.name)
             if replaced is None:
-                jobs.append((self._transfers[read.name], read.destination))
+                wanted.append(read)
             else:
                 read.destination.detach().copy_(replaced)
-        if jobs:
-            self._reader.read(jobs)
+        if wanted:
+            self._reader.carry_out(self._plan(wanted), [read.destination for read in wanted])
+
+    def _plan(self, reads: Sequence[Read]) -> ReadPlan:
+        """The plan for these reads. The same groups are read in every forward, so each plan is made once."""
+        key = tuple((read.name, read.destination.dtype) for read in reads)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = plan_reads([(self._transfers[name], dtype, True) for name, dtype in key])
+        return plan
 
     def read_rows(self, name: str, rows: torch.Tensor, destination: torch.Tensor) -> None:
         """Fills `destination` (n, …) with the rows `rows` (n, int64, on CPU) of the first dimension of `name`.
