@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .align import AlignDevicesHook, has_offloaded_params
 from .attach import attach_align_device_hook, attach_align_device_hook_on_blocks, attach_execution_device_hook
+from .dispatch_hook import DispatchHook
 from .engine import dispatch, dispatched, undispatch
 from .hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module, remove_hook_from_submodules
 from .lazy import LazyTensor
@@ -25,6 +26,7 @@ __all__ = [
     "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
     "AlignDevicesHook",
     "CpuOffload",
+    "DispatchHook",
     "LayerwiseCastingHook",
     "LazyTensor",
     "MappingStore",

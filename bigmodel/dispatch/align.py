@@ -99,6 +99,7 @@ class AlignDevicesHook(ModelHook):
         self._schedule: Schedule | None = None
         self._groups: list[Group] = []
         self._at_rest: list[Group] = []
+        self._ties: Mapping[int, list[Owner]] = {}
         self._prepared = False
         self._positions: tuple[str, ...] | None = None
         self._calls: dict[int, list[tuple[torch.device | None, Moves | None]]] = {}
@@ -134,9 +135,13 @@ class AlignDevicesHook(ModelHook):
         """The groups of weights that this hook brings for its module's forward."""
         return list(self._groups)
 
-    def join(self, schedule: Schedule) -> None:
-        """Makes the hook's weights part of a schedule that others share; to be called before the hook is added."""
+    def join(self, schedule: Schedule, ties: Mapping[int, list[Owner]]) -> None:
+        """Makes the hook's weights part of a schedule that others share; to be called before the hook is added.
+
+        `ties` tells, by the tensor's id, where else a tensor is registered: such a tensor is a group of its own, which all its users bring.
+        """
         self._schedule = schedule
+        self._ties = ties
 
     def prepare(self, schedule: Schedule, groups: Sequence[Group], at_rest: Sequence[Group] = (), *, module: nn.Module) -> None:
         """Makes this the hook of weights that were taken out already: `groups` come for each forward, those `at_rest` only when read."""
@@ -181,18 +186,31 @@ class AlignDevicesHook(ModelHook):
             module.named_buffers(recurse=recurse, remove_duplicate=False)
         ):
             aliases.setdefault(id(tensor), []).append(name)
-        resting = []
+        if self._schedule is None:
+            self._schedule = Schedule(prefetch=False)
+        pool, tally = self._schedule.pool(device), self._schedule.tally
+        own: list[Resting] = []
+        self._groups = []
         for name in leaving:
             tensor = tensors[name]
+            shared = self._schedule.tied(tensor)
+            if shared is not None:
+                self._groups.append(shared)
+                continue
             names = aliases[id(tensor)]
             key = next((alias for alias in names if alias in known), None)
             if key is None and not isinstance(tensor, LazyTensor):
                 raise DispatchError(f"The weights map has no {name!r}, which is to be offloaded. It has: {', '.join(sorted(known)[:5])} …")
             owners = [Owner(*owner_of(module, alias), name in buffers) for alias in names]
-            resting.append(Resting(name, owners, tensor, None if key is None else store, key or ""))
-        if self._schedule is None:
-            self._schedule = Schedule(prefetch=False)
-        self._groups = [make_group("", resting, self._schedule.pool(device), self._schedule.tally)] if resting else []
+            everywhere = self._ties.get(id(tensor), owners)
+            resting = Resting(name, everywhere, tensor, None if key is None else store, key or "")
+            if len(everywhere) > len(owners):
+                self._groups.append(make_group(name, [resting], pool, tally))
+            else:
+                own.append(resting)
+        if own:
+            self._groups.insert(0, make_group("", own, pool, tally))
+        self._ties = {}
         self._schedule.add(*self._groups)
         moved: dict[int, torch.Tensor] = {}
         for name in staying:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from .align import AlignDevicesHook
+from .cut import registered_tensors
 from .hooks import add_hook_to_module
 from .offload import Prefixed
 from .schedule import Schedule
@@ -23,7 +24,7 @@ def attach_execution_device_hook(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: dict[int, dict[Any, torch.Tensor]] | None = None,
 ) -> None:
-    """Makes every module below that holds tensors and has no hook yet run on `execution_device`; below preloaded classes nothing is added."""
+    """Makes every module that holds tensors and has no hook yet run on `execution_device`; below preloaded classes nothing is added."""
     if not hasattr(module, "_hf_hook") and len(module.state_dict()) > 0:
         add_hook_to_module(module, AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map))
     if preload_module_classes is not None and type(module).__name__ in preload_module_classes:
@@ -49,6 +50,7 @@ def attach_align_device_hook(
     with `module_name`. The modules share one schedule, so that each fetches the next one's weights.
     """
     schedule = Schedule()
+    ties = {id(tensor.tensor): tensor.owners for tensor in registered_tensors(module) if len(tensor.owners) > 1}
     for name, part, preloaded in _parts(module, module_name, offload, preload_module_classes):
         hook = AlignDevicesHook(
             execution_device=execution_device,
@@ -59,7 +61,7 @@ def attach_align_device_hook(
             skip_keys=skip_keys,
             tied_params_map=tied_params_map,
         )
-        hook.join(schedule)
+        hook.join(schedule, ties)
         add_hook_to_module(part, hook, append=True)
 
 
@@ -93,10 +95,15 @@ def attach_align_device_hook_on_blocks(
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
         if offload:
             attach_align_device_hook(
-                module, execution_device, True, weights_map, offload_buffers, module_name, skip_keys, None, tied_params_map
-            )
-            add_hook_to_module(
-                module, AlignDevicesHook(io_same_device=not module_name, skip_keys=skip_keys, tied_params_map=tied_params_map), append=True
+                module,
+                execution_device,
+                True,
+                weights_map,
+                offload_buffers,
+                module_name,
+                skip_keys,
+                preload_module_classes,
+                tied_params_map,
             )
         else:
             hook = AlignDevicesHook(
@@ -108,35 +115,34 @@ def attach_align_device_hook_on_blocks(
             )
             add_hook_to_module(module, hook)
         return
-    devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(offload, execution_device)  # type: ignore[arg-type]
+    devices = (
+        execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(cast(Mapping[str, bool], offload), execution_device)
+    )
     offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
-    for name, part in _named_parts(module, module_name):
-        if name in devices and not offloads.get(name, False):
-            hook = AlignDevicesHook(
-                execution_device=devices[name],
-                offload_buffers=offload_buffers,
-                io_same_device=name == "",
-                place_submodules=True,
-                skip_keys=skip_keys,
-                tied_params_map=tied_params_map,
-            )
+    blocks = [(name, part) for name, part in _named_parts(module, module_name) if name in devices and name in offloads]
+    for name, part in blocks:
+        hook = AlignDevicesHook(
+            execution_device=devices[name],
+            offload_buffers=offload_buffers,
+            io_same_device=name == "",
+            place_submodules=not offloads[name],
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+        )
+        if not offloads[name]:
             add_hook_to_module(part, hook)
-            attach_execution_device_hook(part, devices[name], skip_keys, None, tied_params_map)
-        elif name in devices:
-            attach_align_device_hook(
-                part, devices[name], True, weights_map, offload_buffers, name, skip_keys, preload_module_classes, tied_params_map
-            )
-            if not hasattr(part, "_hf_hook"):
-                hook = AlignDevicesHook(
-                    execution_device=devices[name], io_same_device=name == "", skip_keys=skip_keys, tied_params_map=tied_params_map
-                )
-                add_hook_to_module(part, hook)
-            attach_execution_device_hook(part, devices[name], skip_keys, preload_module_classes, tied_params_map)
-        elif name == "":
-            root = AlignDevicesHook(
-                execution_device=devices.get(""), io_same_device=True, skip_keys=skip_keys, tied_params_map=tied_params_map
-            )
-            add_hook_to_module(part, root, append=True)
+            continue
+        attach_align_device_hook(
+            part, devices[name], True, weights_map, offload_buffers, name, skip_keys, preload_module_classes, tied_params_map
+        )
+        if not hasattr(part, "_hf_hook"):
+            add_hook_to_module(part, hook)
+    # The innermost blocks first: what an outer one adds must not take their place.
+    for name, part in reversed(blocks):
+        attach_execution_device_hook(part, devices[name], skip_keys, preload_module_classes if offloads[name] else None, tied_params_map)
+    if module_name == "" and "" not in dict(blocks):
+        root = AlignDevicesHook(execution_device=devices.get(""), io_same_device=True, skip_keys=skip_keys, tied_params_map=tied_params_map)
+        add_hook_to_module(module, root, append=True)
 
 
 def _named_parts(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

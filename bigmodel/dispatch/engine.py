@@ -14,8 +14,8 @@ from ..device_map import normalized
 from ..devices import DeviceKey
 from ..errors import DispatchError
 from ..protocols import Store
-from .align import AlignDevicesHook
 from .cut import Cut, Registered, cut, distinct_owners, registered_tensors
+from .dispatch_hook import DispatchHook
 from .facade import put_on_facade, take_off_facade
 from .group import Group, Owner
 from .hooks import ModelHook, SequentialHook, add_hook_to_module, hooks_of, remove_hook_from_module
@@ -45,10 +45,6 @@ class Dispatched:
         memo[id(self)] = made
         made.hooked = [deepcopy(module, memo) for module in self.hooked]
         return made
-
-
-class DispatchHook(AlignDevicesHook):
-    """The hook that `dispatch` adds. It differs from the one that users add in where it comes from, so that it can be told apart."""
 
 
 def dispatched(model: nn.Module) -> Dispatched | None:
@@ -274,6 +270,9 @@ def _hook(plan: Cut, groups: dict[str, list[Group]], state: Dispatched, *, skip_
         hook.prepare(state.schedule, [group for group in of_unit if group not in at_rest], at_rest, module=module)
         add_hook_to_module(module, hook, append=True)
         state.hooked.append(module)
+    for module in state.hooked:
+        hooks = [hook for hook in hooks_of(module) if isinstance(hook, DispatchHook)]
+        hooks[-1].watch(module)
 
 
 def _strip(model: nn.Module) -> None:

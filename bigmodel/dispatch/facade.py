@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ def put_on_facade(model: nn.Module, main_device: torch.device) -> None:
     plain = type(model)
     if isinstance(getattr(plain, "device", None), property):
         # An instance cannot override a property of its class, and this one asks the first parameter, which would say meta.
-        model.__class__ = _with_device(plain)
+        model.__class__ = _with_device(cast(Hashable, plain))
 
 
 def take_off_facade(model: nn.Module) -> None:
@@ -45,7 +45,7 @@ def take_off_facade(model: nn.Module) -> None:
 
 
 @functools.cache
-def _with_device(plain: type[nn.Module]) -> type[nn.Module]:
+def _with_device(plain: Any) -> type[nn.Module]:
     """The same class, under the same name, whose `device` is the main device of the dispatched instance."""
     namespace = {
         "__module__": plain.__module__,
@@ -62,7 +62,7 @@ def _move(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> nn.Module
     """`model.to(…)`, `model.cuda(…)` of a dispatched model."""
     function: Callable[..., nn.Module] = getattr(type(model), method)
     if method == "to":
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        device: torch.device | None = torch._C._nn._parse_to(*args, **kwargs)[0]
         if device is None:
             return function(model, *args, **kwargs)
     logger.warning("You shouldn't move a model that is dispatched using bigmodel hooks.")

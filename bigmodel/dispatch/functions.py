@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,14 +38,15 @@ def _cast(lazy: LazyTensor, dtype: torch.dtype | None, copy_asked: bool = False)
 def _to(func: Any, args: Any, kwargs: Any) -> Any:
     lazy, *rest = args
     other = kwargs.get("other", rest[0] if rest else None)
-    if not isinstance(lazy, LazyTensor):
-        return NotImplemented
+    if not isinstance(lazy, LazyTensor):  # a real tensor goes where a lazy one is used, and takes its dtype
+        return lazy.to(other.origin.device, other.dtype) if isinstance(other, LazyTensor) and not kwargs else NotImplemented
     copy_asked = bool(kwargs.get("copy", False))
     if isinstance(other, torch.Tensor):
         device, dtype = other.device, other.dtype
     else:
         known = {key: value for key, value in kwargs.items() if key != "copy"}
-        device, dtype, _, _ = torch._C._nn._parse_to(*rest[:3], **known)
+        parsed = torch._C._nn._parse_to(*rest[:3], **known)
+        device, dtype = cast(tuple[torch.device | None, torch.dtype | None], parsed[:2])
         copy_asked = copy_asked or (len(rest) > 3 and bool(rest[3]))
     if device is None:
         return _cast(lazy, dtype, copy_asked)
@@ -118,7 +119,8 @@ def _embedding(
     rows = rows.to(CPU, torch.int64)
     if rows.numel() and not (int(rows[0]) >= 0 and int(rows[-1]) < table.shape[0]):
         raise IndexError(
-            f"index out of range in self: {table.origin.label} has {table.shape[0]} rows, the ids go from {int(rows[0])} to {int(rows[-1])}."
+            f"index out of range in self: {table.origin.label} has {table.shape[0]} rows, "
+            f"the ids go from {int(rows[0])} to {int(rows[-1])}."
         )
     if table.requires_grad and torch.is_grad_enabled():
         table.origin.tally.no_gradient(table.origin.label)
@@ -156,8 +158,11 @@ _METADATA_FUNCTIONS: set[Any] = (
         "register_post_accumulate_grad_hook", "retain_grad", "is_shared", "has_names", "is_conj", "is_neg", "ndimension", "dim_order",
         "_is_view", "is_same_size", "dense_dim", "sparse_dim",
     )
-    | _methods(torch, "is_floating_point", "is_complex", "is_signed", "numel", "result_type", "is_same_size", "is_inference", "is_conj", "is_neg",
-               "_has_compatible_shallow_copy_type")
+    | _methods(
+        torch,
+        "is_floating_point", "is_complex", "is_signed", "numel", "result_type", "is_same_size", "is_inference", "is_conj", "is_neg",
+        "_has_compatible_shallow_copy_type",
+    )
 )  # fmt: skip
 
 _HANDLED: dict[Any, Callable[[Any, Any, Any], Any]] = {

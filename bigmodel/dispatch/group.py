@@ -18,10 +18,11 @@ from ..constants import GROUP_ALIGNMENT_BYTES
 from ..errors import DispatchError
 from ..protocols import Read, Store
 from .lazy import LazyTensor
+from .origin import Origin
 from .pool import Buffer, Pool
 from .stores import ResidentStore
 
-__all__ = ["Counters", "Group", "Owner", "Slot", "resident_tensor", "swap_parameter"]
+__all__ = ["Counters", "Group", "Owner", "Reading", "Slot", "resident_tensor", "swap_parameter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +80,46 @@ class Counters:
 class _Place(NamedTuple):
     slot: Slot
     offset: int
-    nbytes: int
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
 
 
+class Reading:
+    """What fills a flat buffer with a group's weights. It knows no module, so that a read under way keeps no model alive."""
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        """The group's generation that it is right for."""
+        self.nbytes = 0
+        self._entries: list[tuple[int, int, torch.dtype, torch.Size, Origin]] = []
+
+    def add(self, origin: Origin, shape: torch.Size, dtype: torch.dtype) -> int:
+        """One more tensor; returns its offset in the buffer."""
+        offset = self.nbytes
+        nbytes = math.prod(shape) * dtype.itemsize
+        self._entries.append((offset, nbytes, dtype, shape, origin))
+        self.nbytes += -(-nbytes // GROUP_ALIGNMENT_BYTES) * GROUP_ALIGNMENT_BYTES
+        return offset
+
+    def fill(self, flat: torch.Tensor) -> None:
+        """Fills `flat` (uint8, on CPU, at least `nbytes`). Nothing is locked: threads may do so at once."""
+        requests: dict[int, tuple[Store, list[Read]]] = {}
+        with torch.no_grad():
+            for offset, nbytes, dtype, shape, origin in self._entries:
+                destination = flat[offset : offset + nbytes].view(dtype).view(shape)
+                request = origin.read_request(destination)
+                if request is None:
+                    origin.read(destination)
+                else:
+                    requests.setdefault(id(request[0]), (request[0], []))[1].append(request[1])
+            for store, reads in requests.values():
+                store.read_into(reads)
+
+
 class _Layout(NamedTuple):
     places: list[_Place]
-    nbytes: int
+    reading: Reading
     others: list[Slot]
     """Slots that need no place in a flat buffer: they lie in RAM where the arithmetic runs, or rest on another device."""
 
@@ -100,11 +132,11 @@ class _Present(NamedTuple):
     copied: bool
 
 
-def swap_parameter(cls: type[torch.Tensor] | None, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`value` as a frozen parameter of class `cls` with the attributes that `like` carries; `value` itself for a buffer (None)."""
+def swap_parameter(cls: type[torch.Tensor] | None, value: torch.Tensor, like: torch.Tensor, requires_grad: bool = False) -> torch.Tensor:
+    """`value` as a parameter of class `cls` with the attributes that `like` carries; `value` itself for a buffer (None)."""
     if cls is None:
         return value
-    made: torch.Tensor = torch.Tensor._make_subclass(cls, value, False)
+    made: torch.Tensor = torch.Tensor._make_subclass(cls, value, requires_grad)
     attributes = like.__dict__
     if len(attributes) > 1 or "origin" not in attributes:
         made.__dict__.update({key: attribute for key, attribute in attributes.items() if key not in ("origin", "parameter_class")})
@@ -132,7 +164,7 @@ class Group:
         for slot in self.slots:
             if isinstance(slot.resting, LazyTensor):
                 slot.resting.origin.group = weakref.ref(self)
-        pool.register(self.layout.nbytes)
+        pool.register(self.nbytes)
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, {len(self.slots)} tensors, {self.nbytes} bytes, {self.pool.device})"
@@ -167,7 +199,7 @@ class Group:
     @property
     def nbytes(self) -> int:
         """Bytes of the flat buffer that it needs; 0 where its weights are used in place."""
-        return self.layout.nbytes
+        return self.layout.reading.nbytes
 
     @property
     def layout(self) -> _Layout:
@@ -180,17 +212,21 @@ class Group:
     def _lay_out(self) -> _Layout:
         places: list[_Place] = []
         others: list[Slot] = []
-        offset = 0
+        reading = Reading(self.generation)
         for slot in self.slots:
             resting = slot.resting
             if not isinstance(resting, LazyTensor) or resident_tensor(resting, self.pool.device) is not None:
                 others.append(slot)
                 continue
-            shape = resting.shape
+            shape, dtype = resting.shape, resting.dtype
             stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-            places.append(_Place(slot, offset, slot.nbytes, shape, stride, resting.dtype))
-            offset += -(-slot.nbytes // GROUP_ALIGNMENT_BYTES) * GROUP_ALIGNMENT_BYTES
-        return _Layout(places, offset, others)
+            places.append(_Place(slot, reading.add(resting.origin, shape, dtype), shape, stride, dtype))
+        return _Layout(places, reading, others)
+
+    @property
+    def reading(self) -> Reading:
+        """What fills a buffer with its weights, as they are to be now."""
+        return self.layout.reading
 
     # --- Changes from outside ---
 
@@ -198,7 +234,7 @@ class Group:
         """A placeholder of this group stands for something else (another dtype, another store) from now on."""
         self.generation += 1
         self._layout = None
-        self.pool.register(self.layout.nbytes)
+        self.pool.register(self.nbytes)
 
     def written(self, origin: Any, value: torch.Tensor) -> None:
         """The value that rests at `origin` was replaced by `value`."""
@@ -210,33 +246,6 @@ class Group:
                         if present.real is not value:
                             present.real.copy_(value)
                     self._present[index] = present._replace(version=_version(present.real))
-
-    # --- Bytes ---
-
-    def read(self, flat: torch.Tensor) -> None:
-        """Fills `flat` (uint8, on CPU, at least `nbytes`) with the weights as the layout says. Nothing is locked: threads may do so at once."""
-        requests: dict[int, tuple[Store, list[Read]]] = {}
-        with torch.no_grad():
-            for place in self.layout.places:
-                destination = flat[place.offset : place.offset + place.nbytes].view(place.dtype).view(place.shape)
-                resting = place.slot.resting
-                assert isinstance(resting, LazyTensor)
-                request = resting.origin.read_request(destination)
-                if request is None:
-                    resting.origin.read(destination)
-                else:
-                    requests.setdefault(id(request[0]), (request[0], []))[1].append(request[1])
-            for store, reads in requests.values():
-                store.read_into(reads)
-
-    def fill(self, buffer: Buffer) -> None:
-        """Reads the weights into a buffer that is in RAM."""
-        generation = self.generation
-        if self.nbytes > buffer.nbytes:
-            return  # its dtype has changed since the buffer was chosen; whoever needs the group will see the old generation
-        self.read(buffer.flat)
-        buffer.generation = generation
-        buffer.moved_bytes += self.nbytes
 
     # --- In and out ---
 
@@ -271,7 +280,7 @@ class Group:
 
     def _swap_in(self) -> None:
         layout = self.layout
-        if layout.nbytes:
+        if layout.reading.nbytes:
             start = time.perf_counter()
             self._buffer, hit = self.pool.obtain(self)
             self.counters.stall_seconds += time.perf_counter() - start
@@ -292,24 +301,30 @@ class Group:
             raise
 
     def _put_in(self, layout: _Layout) -> None:
-        for place in layout.places:
-            assert self._buffer is not None
-            view = torch.empty(0, dtype=place.dtype, device=self.pool.device)
-            with torch.no_grad():
-                view.set_(self._buffer.storage, place.offset // place.dtype.itemsize, place.shape, place.stride)
-            self._put(place.slot, swap_parameter(place.slot.parameter_class, view, place.slot.resting), copied=True)
-        for slot in layout.others:
-            resting = slot.resting
-            if isinstance(resting, LazyTensor):
-                resident = resident_tensor(resting, self.pool.device)
-                assert resident is not None
-                self._put(slot, swap_parameter(slot.parameter_class, resident, resting), copied=False)
-            elif resting.requires_grad and torch.is_grad_enabled():
-                self._put(
-                    slot, resting.to(self.pool.device), copied=False
-                )  # a differentiable copy: the gradient reaches the one that rests
-            else:
-                self._put(slot, swap_parameter(slot.parameter_class, resting.detach().to(self.pool.device), resting), copied=False)
+        # Which kernel torch chooses depends on whether a weight requires a gradient, even where none is recorded; where one could be
+        # recorded the weights are frozen, since they will be gone at the backward.
+        frozen = torch.is_grad_enabled()
+        device = self.pool.device
+        with torch._C.DisableTorchFunctionSubclass():
+            for place in layout.places:
+                assert self._buffer is not None
+                view = torch.empty(0, dtype=place.dtype, device=device)
+                with torch.no_grad():
+                    view.set_(self._buffer.storage, place.offset // place.dtype.itemsize, place.shape, place.stride)
+                resting = place.slot.resting
+                real = swap_parameter(place.slot.parameter_class, view, resting, resting.requires_grad and not frozen)
+                self._put(place.slot, real, copied=True)
+            for slot in layout.others:
+                resting = slot.resting
+                if isinstance(resting, LazyTensor):
+                    resident = resident_tensor(resting, device)
+                    assert resident is not None
+                    real = swap_parameter(slot.parameter_class, resident, resting, resting.requires_grad and not frozen)
+                elif resting.requires_grad and frozen:
+                    real = resting.to(device)  # a differentiable copy: the gradient reaches the one that rests
+                else:
+                    real = swap_parameter(slot.parameter_class, resting.detach().to(device), resting, resting.requires_grad)
+                self._put(slot, real, copied=False)
 
     def _put(self, slot: Slot, real: torch.Tensor, *, copied: bool) -> None:
         swapped = []

@@ -167,7 +167,11 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         if _is_graph_module(module):
             type(module).forward = module._old_forward.__func__  # type: ignore[union-attr, assignment]
         else:
-            module.forward = module._old_forward  # type: ignore[assignment]
+            old_forward = module._old_forward
+            if getattr(old_forward, "__func__", None) is type(module).forward and getattr(old_forward, "__self__", None) is module:
+                del module.forward
+            else:
+                module.forward = old_forward  # type: ignore[assignment]
         delattr(module, "_old_forward")
     for method in _MOVING_METHODS:
         module.__dict__.pop(method, None)

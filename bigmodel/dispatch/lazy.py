@@ -111,6 +111,8 @@ class _Substitution:
         if held is None:
             group = None
             held = origin.fetch()
+            if lazy.requires_grad and not torch.is_grad_enabled():
+                held.requires_grad_(True)  # torch chooses kernels by it, even where no gradient is recorded
             origin.tally.outside_read(origin.label, _function_name(self.function), origin.nbytes)
         self.reals[id(origin)] = (lazy, held, _version(held), group)
         return held

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -71,10 +71,16 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
 
 
 class Moves:
-    """Containers that were copied because something in them had to move, so that what a forward writes to a copy reaches the original."""
+    """What was moved for one call.
+
+    The same object, given twice, is moved once (a forward may ask `query is key`). Containers are copied if something in them has to move;
+    what the forward writes to a copy reaches the original.
+    """
 
     def __init__(self) -> None:
         self._copies: list[Callable[[], None]] = []
+        self.moved: dict[int, tuple[Any, Any]] = {}
+        """By id: what was given, and what takes its place."""
 
     def of_mapping(self, original: MutableMapping[Any, Any], changed: Mapping[Any, Any]) -> MutableMapping[Any, Any]:
         """A shallow copy of `original`, of its type, with the values in `changed`."""
@@ -136,10 +142,23 @@ def move(data: Any, device: torch.device, skip_keys: Collection[str] = (), moves
     Tensors are looked for in lists, tuples, mappings and dataclasses. Objects with a state of their own (caches) are never opened.
     `skip_keys` names mapping keys, at any depth, whose values stay as they are.
     """
-    if isinstance(data, torch.Tensor):
-        return data if is_tensor_on(data, device) else data.to(device)
+    if isinstance(data, torch.Tensor) and is_tensor_on(data, device):
+        return data
     if data is None or isinstance(data, (str, int, float, bool, torch.device, torch.dtype)):
         return data
+    moves = moves or Moves()
+    known = moves.moved.get(id(data))
+    if known is not None:
+        return known[1]
+    result = _moved(data, device, skip_keys, moves)
+    if result is not data:
+        moves.moved[id(data)] = (data, result)
+    return result
+
+
+def _moved(data: Any, device: torch.device, skip_keys: Collection[str], moves: Moves) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data.to(device)
     if isinstance(data, tuple):
         items = [move(item, device, skip_keys, moves) for item in data]
         if all(new is old for new, old in zip(items, data, strict=True)):
@@ -149,28 +168,27 @@ def move(data: Any, device: torch.device, skip_keys: Collection[str] = (), moves
         return type(data)(*items) if is_namedtuple(data) else type(data)(items)
     if isinstance(data, list):
         items = [move(item, device, skip_keys, moves) for item in data]
-        if all(new is old for new, old in zip(items, data, strict=True)):
-            return data
-        return (moves or Moves()).of_list(data, items)
+        return data if all(new is old for new, old in zip(items, data, strict=True)) else moves.of_list(data, items)
     if isinstance(data, Mapping):
-        changed = {}
-        for key, value in data.items():
-            if key not in skip_keys:
-                moved = move(value, device, skip_keys, moves)
-                if moved is not value:
-                    changed[key] = moved
+        changed = _changed(data.items(), device, skip_keys, moves)
         if not changed:
             return data
         if isinstance(data, MutableMapping):
-            return (moves or Moves()).of_mapping(data, changed)
+            return moves.of_mapping(data, changed)
         return type(data)({**data, **changed})  # type: ignore[call-arg]
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        changed = {}
-        for field in dataclasses.fields(data):
-            value = getattr(data, field.name, None)
-            if field.name not in skip_keys:
-                moved = move(value, device, skip_keys, moves)
-                if moved is not value:
-                    changed[field.name] = moved
-        return (moves or Moves()).of_dataclass(data, changed) if changed else data
+        fields = ((field.name, getattr(data, field.name, None)) for field in dataclasses.fields(data))
+        changed = _changed(fields, device, skip_keys, moves)
+        return moves.of_dataclass(data, changed) if changed else data
     return data
+
+
+def _changed(items: Iterable[tuple[Any, Any]], device: torch.device, skip_keys: Collection[str], moves: Moves) -> dict[Any, Any]:
+    """The values that had to be moved, by key."""
+    changed = {}
+    for key, value in items:
+        if key not in skip_keys:
+            moved = move(value, device, skip_keys, moves)
+            if moved is not value:
+                changed[key] = moved
+    return changed

@@ -1,4 +1,4 @@
-"""Hooks that move or cast a whole module: CpuOffload (whole models in turn on one device) and LayerwiseCastingHook (small dtypes at rest)."""
+"""Hooks that move or cast a whole module: whole models that take turns on one device, and layers that rest in a small dtype."""
 
 from __future__ import annotations
 

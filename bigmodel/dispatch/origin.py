@@ -43,7 +43,7 @@ class Tally:
             self.bytes_read += nbytes
         if first:
             logger.warning(
-                "%s is offloaded and was read by %s outside the forward of the module that brings it: %d bytes are fetched at every such read.",
+                "%s is offloaded and was read by %s outside the forward of the module that brings it: each such read fetches %d bytes.",
                 name,
                 function,
                 nbytes,
@@ -129,7 +129,7 @@ class Origin:
         return result
 
     def read_request(self, destination: torch.Tensor) -> tuple[Store, Read] | None:
-        """What fills `destination` (on CPU, contiguous, of this origin's dtype) in one read; None where `read` has to take several steps."""
+        """What fills `destination` (on CPU, contiguous, of this origin's dtype) in one read; None where `read` takes several steps."""
         store, casts = self.source
         if len(casts) > 1 or (casts and not (casts[0].is_floating_point and store.spec(self.name).dtype.is_floating_point)):
             return None

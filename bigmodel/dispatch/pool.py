@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import torch
 from ..devices import on_stream
 
 if TYPE_CHECKING:
-    from .group import Group
+    from .group import Group, Reading
 
 __all__ = ["Buffer", "Pool"]
 
@@ -76,6 +77,69 @@ class _Staging:
         return sum(memory.numel() for memory, _ in self._parts)
 
 
+def fill(reading: Reading, buffer: Buffer) -> None:
+    """Reads a group's weights into a buffer in RAM."""
+    if reading.nbytes <= buffer.nbytes:
+        reading.fill(buffer.flat)
+        buffer.generation = reading.generation
+        buffer.moved_bytes += reading.nbytes
+
+
+class _Reader:
+    """The thread that reads for a pool. It refers neither to the pool nor to any group, so that it keeps no model alive."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._ident: int | None = None
+        self._last: Future[None] | None = None
+        self._staging = _Staging(device) if device.type != "cpu" else None
+        self._stream: torch.Stream | None = None
+
+    def submit(self, reading: Reading, buffer: Buffer) -> Future[None]:
+        """Reads in the background, in the order of the calls."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bigmodel-reader")
+            self._last = self._thread.submit(fill if self._staging is None else self._fill_on_device, reading, buffer)
+            return self._last
+
+    def end(self) -> None:
+        """Ends the thread; waits for a read under way, so that its memory is free when this returns."""
+        with self._lock:
+            thread, last = self._thread, self._last
+            self._thread = self._last = None
+        if thread is None:
+            return
+        thread.shutdown(wait=False, cancel_futures=True)
+        if last is not None and not last.done() and threading.current_thread() not in thread._threads:
+            # Bounded: a garbage collection may call this while its thread holds a lock of the store that the read needs.
+            wait([last], timeout=1)
+
+    def _fill_on_device(self, reading: Reading, buffer: Buffer) -> None:
+        """Store → page-locked staging memory → one copy on a stream of its own; nothing waits for the copy but events."""
+        assert self._staging is not None
+        if reading.nbytes > buffer.nbytes:
+            return  # its dtype has changed since the buffer was chosen; whoever needs the group will see the old generation
+        if self._stream is None:
+            self._stream = torch.Stream(self._device)
+        staging, copied = self._staging.take(reading.nbytes)
+        reading.fill(staging)
+        with on_stream(self._stream), torch.no_grad():
+            for event in buffer.used:
+                self._stream.wait_event(event)
+            buffer.used = []
+            buffer.flat[: staging.numel()].copy_(staging, non_blocking=True)
+            buffer.flat.record_stream(self._stream)
+            copied.record(self._stream)
+            ready = torch.Event(self._device)
+            ready.record(self._stream)
+        buffer.ready = ready
+        buffer.generation = reading.generation
+        buffer.moved_bytes += reading.nbytes
+
+
 class Pool:
     """Buffers on `device`, at most `ring_bytes` of them (default: room for the two largest groups that pass, sized as they pass)."""
 
@@ -91,10 +155,9 @@ class Pool:
         # What lies in buffers that nobody uses now, oldest first: fetched ahead, or left by the group's last use.
         self._idle: dict[Group, tuple[Buffer, Future[None] | None]] = {}
         self._empty: list[Buffer] = []
-        self._reader: ThreadPoolExecutor | None = None
         self._on_accelerator = device.type != "cpu"
-        self._stream: torch.Stream | None = None
-        self._staging = _Staging(device) if self._on_accelerator else None
+        self._reader = _Reader(device)
+        weakref.finalize(self, self._reader.end)
 
     @property
     def nbytes(self) -> int:
@@ -134,14 +197,14 @@ class Pool:
                 reading = self._submit(group, buffer)
                 reading.result()
             else:
-                group.fill(buffer)
+                fill(group.reading, buffer)
         except BaseException:
             self._give_back(buffer, reading)
             raise
         return buffer, False
 
     def fetch_ahead(self, group: Group) -> bool:
-        """Starts reading `group` in the background, if a buffer is free and it is not here or on its way yet; False if no buffer is free."""
+        """Starts reading `group` in the background unless it is here or on its way; False if no buffer is free."""
         with self._ahead_lock:  # two threads that expect the same group fetch it once
             if group.in_use or group.nbytes == 0:
                 return True
@@ -197,9 +260,9 @@ class Pool:
 
     def close(self) -> None:
         """Ends the reader thread and frees the buffers."""
-        if self._reader is not None:
-            self._reader.shutdown(wait=True)
-            self._reader = None
+        self._reader.end()
+        self._reader = _Reader(self.device)
+        weakref.finalize(self, self._reader.end)
         with self._lock:
             self._idle.clear()
             self._empty.clear()
@@ -270,33 +333,4 @@ class Pool:
             self._buffers.remove(buffer)
 
     def _submit(self, group: Group, buffer: Buffer) -> Future[None]:
-        with self._lock:
-            if self._reader is None:
-                self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bigmodel-reader")
-            return self._reader.submit(self._fill_on_device if self._on_accelerator else _fill, group, buffer)
-
-    def _fill_on_device(self, group: Group, buffer: Buffer) -> None:
-        assert self._staging is not None
-        if self._stream is None:
-            self._stream = torch.Stream(self.device)
-        generation = group.generation
-        if group.nbytes > buffer.nbytes:
-            return  # its dtype has changed since the buffer was chosen; whoever needs the group will see the old generation
-        staging, copied = self._staging.take(group.nbytes)
-        group.read(staging)
-        with on_stream(self._stream), torch.no_grad():
-            for event in buffer.used:
-                self._stream.wait_event(event)
-            buffer.used = []
-            buffer.flat[: staging.numel()].copy_(staging, non_blocking=True)
-            buffer.flat.record_stream(self._stream)
-            copied.record(self._stream)
-            ready = torch.Event(self.device)
-            ready.record(self._stream)
-        buffer.ready = ready
-        buffer.generation = generation
-        buffer.moved_bytes += staging.numel()
-
-
-def _fill(group: Group, buffer: Buffer) -> None:
-    group.fill(buffer)
+        return self._reader.submit(group.reading, buffer)

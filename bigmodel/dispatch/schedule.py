@@ -57,6 +57,10 @@ class Schedule:
         """Makes groups known (for `placement`)."""
         self.groups += [group for group in groups if group not in self.groups]
 
+    def tied(self, tensor: torch.Tensor) -> Group | None:
+        """The group whose only weight is the placeholder `tensor`, if there is one: what uses it elsewhere brings that group too."""
+        return next((group for group in self.groups if len(group.slots) == 1 and group.slots[0].resting is tensor), None)
+
     def remove(self, *groups: Group) -> None:
         """Forgets groups and, with the last one, frees all buffers."""
         self.groups = [group for group in self.groups if group not in groups]

@@ -1,4 +1,4 @@
-"""Questions to a dispatched model, and single weights: where does this live, give me this parameter, replace it, bring it here for a while."""
+"""Questions to a dispatched model (where does everything live?), and single weights: read one, replace one, bring one for a while."""
 
 from __future__ import annotations
 

@@ -578,7 +578,7 @@ def test_functional_call(tmp_path):
 
 
 def test_state_dict_is_light_and_complete(tmp_path, execution_device):
-    model, ids, _ = tiny()
+    model, _ids, _ = tiny()
     expected = values(model)
     store = on_disk(model, tmp_path, execution_device)
     state = model.state_dict()
@@ -652,7 +652,7 @@ def test_moving_a_spread_model_warns_and_moves(accelerators, caplog):
 
 
 def test_deepcopy_is_independent(tmp_path, execution_device):
-    model, ids, expected = tiny()
+    model, ids, _expected = tiny()
     on_disk(model, tmp_path, execution_device)
     run(model, ids)
     twin = copy.deepcopy(model)
@@ -773,7 +773,7 @@ def test_dispatching_again(tmp_path, accelerators):
 
 
 def test_hooks_are_found_where_libraries_look(tmp_path, execution_device):
-    model, ids, _ = tiny()
+    model, _ids, _ = tiny()
     expected = values(model)
     on_disk(model, tmp_path, execution_device)
     for name in expected:
