@@ -9,6 +9,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,8 +39,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     global _build_error
     if session.config.option.collectonly or not any(map(_needs_simulator, session.items)):
         return
+    capture = session.config.pluginmanager.getplugin("capturemanager")
     try:
-        simdev.register()
+        with capture.global_and_fixture_disabled() if capture else nullcontext():  # it says so when it builds
+            simdev.register()
     except simdev.SimulatorBuildError as error:
         _build_error = error
 

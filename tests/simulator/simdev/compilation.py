@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +57,7 @@ def build() -> Path:
     with _locked(folder):
         if library.exists():  # another process built it while this one waited
             return library
+        print(f"Building the simulated accelerator in {folder}, once; this takes a minute or two.", file=sys.stderr, flush=True)
         with ThreadPoolExecutor(PARALLEL_COMPILERS) as pool:
             jobs = [pool.submit(_compile, source, target, flags) for source, target in objects.items() if not target.exists()]
             for job in jobs:
