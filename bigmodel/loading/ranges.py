@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -147,6 +146,16 @@ def _chunks(dims: _Dims, limit: int, source: int, target: int) -> Iterator[tuple
         yield from _chunks(rest, limit, source + start * source_step, target + start * target_step)
 
 
+def _starts(dims: _Dims, source: int, target: int) -> Iterator[tuple[int, int]]:
+    """The first elements, in the file and in the destination, of every run that lies within these outer dimensions."""
+    if not dims:
+        yield source, target
+        return
+    (size, source_step, target_step), inner = dims[0], dims[1:]
+    for index in range(size):
+        yield from _starts(inner, source + index * source_step, target + index * target_step)
+
+
 def _ranges(job: int, transfer: Transfer, dtype: torch.dtype, on_host: bool) -> Iterator[Range]:
     strides = contiguous_strides(transfer.shape)
     for piece in transfer.pieces:
@@ -162,12 +171,9 @@ def _ranges_of_piece(job: int, piece: Piece, entry: Entry, strides: tuple[int, .
     in_order = not dims or dims[-1][1:] == (1, 1)
     run = dims[-1][0] if dims and in_order else 1
     if as_is and in_order and (len(dims) <= 1 or run * item >= SHORTEST_RUN_BYTES):
-        limit = DIRECT_BYTES // item
-        for position in itertools.product(*(range(size) for size, _, _ in dims[:-1])):
-            source = piece.source_offset + sum(index * step for index, (_, step, _) in zip(position, dims, strict=False))
-            target = first + sum(index * step for index, (_, _, step) in zip(position, dims, strict=False))
-            for start in range(0, run, limit):
-                number = min(limit, run - start)
+        for source, target in _starts(dims[:-1], piece.source_offset, first):
+            for start in range(0, run, DIRECT_BYTES // item):
+                number = min(DIRECT_BYTES // item, run - start)
                 offset = entry.offset + (source + start) * item
                 yield Range(entry.file, offset, number * item, job, target + start, None, entry.dtype, rounded)
         return

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +76,19 @@ class CheckpointStore:
         Only the bytes of these rows are read; neighbours in `rows` that are neighbours in the file are read together. Raises IndexError.
         """
         transfer = self._transfers[name]
-        wanted = rows.tolist()
-        if wanted and not (min(wanted) >= 0 and max(wanted) < transfer.shape[0]):
-            raise IndexError(f"{name!r} has rows 0 to {transfer.shape[0] - 1}; asked for {min(wanted)} to {max(wanted)}.")
+        unique, places = torch.unique(rows, return_inverse=True)
+        wanted = unique.tolist()
+        if wanted and not (wanted[0] >= 0 and wanted[-1] < transfer.shape[0]):
+            raise IndexError(f"{name!r} has rows 0 to {transfer.shape[0] - 1}; asked for {wanted[0]} to {wanted[-1]}.")
         replaced = self._replaced.get(name)
         if replaced is not None:
             destination.detach().copy_(replaced[rows])
-            return
-        self._reader.read([(transfer.rows(row, count), destination[place : place + count]) for place, row, count in _runs(wanted)])
+        elif len(wanted) == len(rows):
+            self._reader.read([(transfer.gathered(_runs(rows.tolist())), destination)])
+        else:  # a row that is asked for several times is read once
+            found = torch.empty((len(wanted), *transfer.shape[1:]), dtype=destination.dtype, device="cpu")
+            self._reader.read([(transfer.gathered(_runs(wanted)), found)])
+            destination.detach().copy_(found[places])
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """Replaces the value of `name` (same shape; any floating dtype) in RAM. Raises KeyError, and ValueError for another shape."""
@@ -104,8 +108,12 @@ class CheckpointStore:
         return twin
 
 
-def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Runs of consecutive rows: place of the first one in `rows`, the row, how many."""
-    for _, group in itertools.groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
-        run = list(group)
-        yield run[0][0], run[0][1], len(run)
+def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs of consecutive rows: the first one, and how many."""
+    runs: list[tuple[int, int]] = []
+    for row in rows:
+        if runs and row == sum(runs[-1]):
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((row, 1))
+    return runs

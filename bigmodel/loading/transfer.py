@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,15 +40,15 @@ class Piece:
     source_strides: tuple[int, ...]
     """Elements of the origin between neighbours, in the order of the box's dimensions."""
 
-    def clipped(self, dim: int, start: int, length: int) -> Piece | None:
-        """The part of this piece in `start … start + length` of a dimension, counted from there; None where there is none."""
+    def clipped(self, dim: int, start: int, length: int, place: int = 0) -> Piece | None:
+        """The part of this piece in `start … start + length` of a dimension, which `place` becomes; None where there is none."""
         low = max(self.start[dim], start)
         high = min(self.start[dim] + self.shape[dim], start + length)
         if low >= high:
             return None
         return Piece(
             self.origin,
-            _with(self.start, dim, low - start),
+            _with(self.start, dim, low - start + place),
             _with(self.shape, dim, high - low),
             self.source_offset + (low - self.start[dim]) * self.source_strides[dim],
             self.source_strides,
@@ -92,8 +92,19 @@ class Transfer:
 
     def rows(self, start: int, length: int) -> Transfer:
         """The transfer of rows `start … start + length` of the first dimension alone."""
-        pieces = (piece.clipped(0, start, length) for piece in self.pieces)
-        return replace(self, shape=(length, *self.shape[1:]), pieces=tuple(piece for piece in pieces if piece is not None))
+        return self.gathered([(start, length)])
+
+    def gathered(self, runs: Sequence[tuple[int, int]]) -> Transfer:
+        """The transfer of runs of rows (first row, how many), one after the other."""
+        pieces = []
+        place = 0
+        for start, length in runs:
+            for piece in self.pieces:
+                part = piece.clipped(0, start, length, place)
+                if part is not None:
+                    pieces.append(part)
+            place += length
+        return Transfer(self.target, (place, *self.shape[1:]), self.dtype, tuple(pieces))
 
 
 def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
