@@ -41,6 +41,8 @@ def _to(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(lazy, LazyTensor):  # a real tensor goes where a lazy one is used, and takes its dtype
         return lazy.to(other.origin.device, other.dtype) if isinstance(other, LazyTensor) and not kwargs else NotImplemented
     copy_asked = bool(kwargs.get("copy", False))
+    device: torch.device | None
+    dtype: torch.dtype | None
     if isinstance(other, torch.Tensor):
         device, dtype = other.device, other.dtype
     else:

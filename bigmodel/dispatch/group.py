@@ -6,7 +6,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,9 +20,8 @@ from ..protocols import Read, Store
 from .lazy import LazyTensor
 from .origin import Origin
 from .pool import Buffer, Pool
-from .stores import ResidentStore
 
-__all__ = ["Counters", "Group", "Owner", "Reading", "Slot", "resident_tensor", "swap_parameter"]
+__all__ = ["Counters", "Group", "Owner", "Reading", "Slot", "swap_parameter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +119,10 @@ class Reading:
 class _Layout(NamedTuple):
     places: list[_Place]
     reading: Reading
-    others: list[Slot]
-    """Slots that need no place in a flat buffer: they lie in RAM where the arithmetic runs, or rest on another device."""
+    lent: list[tuple[Slot, Callable[[str], torch.Tensor], str]]
+    """Slots that need no place in a flat buffer, since they lie in RAM where the arithmetic runs; what gives them, and under which name."""
+    elsewhere: list[Slot]
+    """Slots that rest on another device as real tensors."""
 
 
 class _Present(NamedTuple):
@@ -211,17 +212,22 @@ class Group:
 
     def _lay_out(self) -> _Layout:
         places: list[_Place] = []
-        others: list[Slot] = []
+        lent: list[tuple[Slot, Callable[[str], torch.Tensor], str]] = []
+        elsewhere: list[Slot] = []
         reading = Reading(self.generation)
         for slot in self.slots:
             resting = slot.resting
-            if not isinstance(resting, LazyTensor) or resident_tensor(resting, self.pool.device) is not None:
-                others.append(slot)
+            if not isinstance(resting, LazyTensor):
+                elsewhere.append(slot)
+                continue
+            lender = resting.origin.lender() if self.pool.device.type == "cpu" else None
+            if lender is not None:
+                lent.append((slot, lender, resting.origin.name))
                 continue
             shape, dtype = resting.shape, resting.dtype
             stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
             places.append(_Place(slot, reading.add(resting.origin, shape, dtype), shape, stride, dtype))
-        return _Layout(places, reading, others)
+        return _Layout(places, reading, lent, elsewhere)
 
     @property
     def reading(self) -> Reading:
@@ -306,21 +312,18 @@ class Group:
         frozen = torch.is_grad_enabled()
         device = self.pool.device
         with torch._C.DisableTorchFunctionSubclass():
-            for place in layout.places:
+            for slot, offset, shape, stride, dtype in layout.places:
                 assert self._buffer is not None
-                view = torch.empty(0, dtype=place.dtype, device=device)
-                with torch.no_grad():
-                    view.set_(self._buffer.storage, place.offset // place.dtype.itemsize, place.shape, place.stride)
-                resting = place.slot.resting
-                real = swap_parameter(place.slot.parameter_class, view, resting, resting.requires_grad and not frozen)
-                self._put(place.slot, real, copied=True)
-            for slot in layout.others:
+                view = torch.empty(0, dtype=dtype, device=device).set_(self._buffer.storage, offset // dtype.itemsize, shape, stride)
                 resting = slot.resting
-                if isinstance(resting, LazyTensor):
-                    resident = resident_tensor(resting, device)
-                    assert resident is not None
-                    real = swap_parameter(slot.parameter_class, resident, resting, resting.requires_grad and not frozen)
-                elif resting.requires_grad and frozen:
+                self._put(slot, swap_parameter(slot.parameter_class, view, resting, resting.requires_grad and not frozen), copied=True)
+            for slot, lend, name in layout.lent:
+                resting = slot.resting
+                real = swap_parameter(slot.parameter_class, lend(name), resting, resting.requires_grad and not frozen)
+                self._put(slot, real, copied=False)
+            for slot in layout.elsewhere:
+                resting = slot.resting
+                if resting.requires_grad and frozen:
                     real = resting.to(device)  # a differentiable copy: the gradient reaches the one that rests
                 else:
                     real = swap_parameter(slot.parameter_class, resting.detach().to(device), resting, resting.requires_grad)
@@ -328,10 +331,12 @@ class Group:
 
     def _put(self, slot: Slot, real: torch.Tensor, *, copied: bool) -> None:
         swapped = []
+        resting = slot.resting
         for owner in slot.owners:
+            table, attribute = owner.table, owner.attribute
             # Whoever assigned another tensor (a replaced parameter, `torch.func.functional_call`) computes with that one.
-            if owner.table.get(owner.attribute) is slot.resting:
-                owner.table[owner.attribute] = real
+            if table.get(attribute) is resting:
+                table[attribute] = real
                 swapped.append(owner)
         self._present.append(_Present(slot, real, _version(real), swapped, copied))
 
@@ -360,15 +365,3 @@ def _statistics(slot: Slot, owners: list[Owner]) -> bool:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def resident_tensor(lazy: LazyTensor, device: torch.device) -> torch.Tensor | None:
-    """The resting tensor itself, where arithmetic on `device` can run on it without a copy."""
-    if device.type != "cpu":
-        return None
-    store, casts = lazy.origin.source
-    if casts or not isinstance(store, ResidentStore):
-        return None
-    tensor = store.resident(lazy.origin.name)
-    # Bytes that a copy of the model reads too are never lent: a forward may change its weights in place.
-    return None if lazy.origin.is_shared else tensor

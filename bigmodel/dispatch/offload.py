@@ -16,7 +16,7 @@ from ..devices import available_host_bytes, device_memory
 from ..errors import DispatchError
 from ..modules import named_module_tensors, owner_of
 from ..protocols import Store
-from .group import Group, Owner, Slot, resident_tensor
+from .group import Group, Owner, Slot
 from .lazy import LazyTensor
 from .origin import Origin, Tally
 from .placeholder import Placeholder
@@ -93,7 +93,7 @@ def set_tensor(owners: Iterable[Owner], value: torch.Tensor) -> None:
 
 def _needs_bytes(slot: Slot) -> int:
     lazy = slot.resting
-    if not isinstance(lazy, LazyTensor) or (slot.original_device.type == "cpu" and resident_tensor(lazy, CPU) is not None):
+    if not isinstance(lazy, LazyTensor) or (slot.original_device.type == "cpu" and lazy.origin.lender() is not None):
         return 0
     return slot.nbytes
 
@@ -123,16 +123,19 @@ def restore(groups: Iterable[Group]) -> None:
                 _restore_slot(slot, slot.resting)
 
 
+def _on_cpu(lazy: LazyTensor) -> torch.Tensor:
+    """The values on CPU: the resting tensor itself where it lies there, a copy otherwise."""
+    lend = lazy.origin.lender()
+    return lazy.origin.fetch(CPU) if lend is None else lend(lazy.origin.name)
+
+
 def _restore_slot(slot: Slot, lazy: LazyTensor) -> None:
     owners = [owner for owner in slot.owners if owner.tensor is lazy]
     if not owners:
         return
     restored = lazy.origin.restored() if lazy.origin.restored is not None else None
     if restored is None:
-        value = resident_tensor(lazy, CPU)
-        if value is None:
-            value = lazy.origin.fetch(CPU)
-        value = value.to(slot.original_device)
+        value = _on_cpu(lazy).to(slot.original_device)
         if slot.parameter_class is None:
             restored = value
         else:
@@ -171,8 +174,7 @@ class WeightsMap(Mapping[str, torch.Tensor]):
         if tensor is None:
             raise KeyError(name)
         if isinstance(tensor, LazyTensor):
-            resident = resident_tensor(tensor, CPU)
-            return tensor.origin.fetch(CPU) if resident is None else resident
+            return _on_cpu(tensor)
         return tensor.detach()
 
     def __iter__(self) -> Iterator[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import DispatchError
 from ..protocols import Read, Store
-from .stores import MemoryStore
+from .stores import MemoryStore, ResidentStore
 
 if TYPE_CHECKING:
     from .group import Group
@@ -120,13 +121,29 @@ class Origin:
         """Whether other origins read the same bytes, so that nobody may change them in place."""
         return self._shared or len(self._copies) > 0
 
+    def lender(self) -> Callable[[str], torch.Tensor] | None:
+        """What gives the resting tensor itself, where it lies in RAM as it is to be read; None where reading has to copy.
+
+        Bytes that a copy of the model reads too are never lent: a forward may change its weights in place.
+        """
+        store, casts = self.source
+        if casts or self.is_shared or not isinstance(store, ResidentStore):
+            return None
+        return store.resident
+
     def copy(self, casts: tuple[torch.dtype, ...] = ()) -> Origin:
         """The same values, independent of later writes on either side; nothing is read until somebody writes."""
         with self._lock:
             store, own = self.source
             result = Origin(store, self.name, self.device, casts=own + casts, tally=self.tally, label=self.label, shared=True)
             self._copies.add(result)
+        self._tell_group()
         return result
+
+    def _tell_group(self) -> None:
+        group = self.group() if self.group is not None else None
+        if group is not None:
+            group.changed()
 
     def read_request(self, destination: torch.Tensor) -> tuple[Store, Read] | None:
         """What fills `destination` (on CPU, contiguous, of this origin's dtype) in one read; None where `read` takes several steps."""
@@ -194,6 +211,4 @@ class Origin:
             if self._shared:
                 self.source = (MemoryStore({self.name: self.fetch(CPU)}), ())
                 self._shared = False
-        group = self.group() if self.group is not None else None
-        if group is not None:
-            group.changed()
+        self._tell_group()
