@@ -98,13 +98,10 @@ def _repeated_children(module: nn.Module, name: str) -> tuple[list[str], int]:
     children = _children(module, name)
     below = [_repeated_children(child, child_name) for child_name, child in children]
     longest = max((length for _, length in below), default=0)
-    is_list = (
-        isinstance(module, nn.ModuleList)
-        and len(children) > 1
-        and len({type(child) for _, child in children}) == 1
-        and any(True for _ in module.parameters())
-    )
-    if is_list and (len(children) >= longest or _are_layers([child for _, child in children])):
+    kinds = len({type(child) for _, child in children})
+    repeats = kinds == 1 or 2 * kinds <= len(children)  # in hybrid models layers of several classes take turns
+    is_list = isinstance(module, nn.ModuleList) and repeats and any(True for _ in module.parameters())
+    if is_list and (len(children) >= longest or (len(children) > 1 and _are_layers([child for _, child in children]))):
         return [child_name for child_name, _ in children], len(children)
     return [block for blocks, _ in below for block in blocks], longest
 

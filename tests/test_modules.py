@@ -46,6 +46,15 @@ def test_a_first_layer_without_experts_does_not_change_that():
     assert find_blocks(Model([Layer(0), Layer(8), Layer(8)])) == ["parts.0", "parts.1", "parts.2"]
 
 
+def test_a_single_layer_is_a_block_too():
+    assert find_blocks(Model([Expert()])) == ["parts.0"]
+    assert find_blocks(Model([Stage(3, 4)])) == [f"parts.0.layers.{index}" for index in range(3)]
+
+
+def test_layers_of_several_classes_that_take_turns_are_blocks():
+    assert find_blocks(Model([Layer(0), Expert(), Layer(0), Expert()])) == [f"parts.{index}" for index in range(4)]
+
+
 def test_stages_of_layers_are_split_into_their_layers():
     found = find_blocks(Model([Stage(2, 4), Stage(3, 8)]))
     assert found == ["parts.0.layers.0", "parts.0.layers.1", "parts.1.layers.0", "parts.1.layers.1", "parts.1.layers.2"]

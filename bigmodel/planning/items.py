@@ -112,8 +112,8 @@ def _tensors_below(module: nn.Module, name: str) -> Iterator[tuple[str, torch.Te
 
 
 def _reads_rows_only(module: nn.Module) -> bool:
-    # With max_norm the forward rewrites the weight in place, which needs the whole of it.
-    return isinstance(module, nn.Embedding) and module.max_norm is None
+    # With max_norm the forward rewrites the weight in place, which needs the whole of it; so do sparse gradients and packed tables.
+    return isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse and module.weight.is_floating_point()
 
 
 def _add(

@@ -123,7 +123,7 @@ def second_slot_costs_much(units: Sequence[Unit]) -> bool:
 
     Typical is the size up to which groups hold half of all bytes.
     """
-    slots = sorted(slot for unit in units for slot in unit.slot_bytes)
+    slots = sorted(unit.slot_bytes[0] for unit in units if unit.slot_bytes)
     total_bytes = sum(slots)
     seen_bytes = 0
     for slot in slots:

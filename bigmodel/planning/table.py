@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["bytes_text", "names_text", "render"]
 
 WIDTH = 100
-BAR_WIDTH = 8
+BAR_WIDTH = 24
 
 
 def bytes_text(nbytes: int | None) -> str:
@@ -56,14 +56,15 @@ def render(plan: Plan) -> str:
         title_justify="left",
         title_style="",
         box=box.SIMPLE_HEAD,
-        width=WIDTH,
         pad_edge=False,
     )
     table.add_column("device", no_wrap=True)
     for heading in ("offers", "stays", "offloaded", "reserve", "left"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", width=BAR_WIDTH, no_wrap=True)
-    table.add_column("holds", ratio=1, overflow="fold")
+    table.add_column("used", width=BAR_WIDTH, no_wrap=True)
+    contents = Table.grid(padding=(0, 2, 0, 0))
+    contents.add_column(no_wrap=True)
+    contents.add_column()
     for use in plan.devices:
         table.add_row(
             _device_text(use.device),
@@ -73,10 +74,11 @@ def render(plan: Plan) -> str:
             _figure(use.reserve_bytes),
             "" if use.left_bytes is None else bytes_text(use.left_bytes),
             _bar(use.used_bytes, use.budget_bytes),
-            names_text(use.contents),
         )
+        if use.contents:
+            contents.add_row(f" {_device_text(use.device)}", names_text(use.contents))
     text = io.StringIO()
-    Console(file=text, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False).print(table)
+    Console(file=text, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False).print(table, contents, sep="\n")
     lines = [line.rstrip() for line in text.getvalue().rstrip().splitlines()]
     return "\n".join([*lines, "", *_reasons(plan)])
 

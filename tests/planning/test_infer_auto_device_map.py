@@ -107,7 +107,7 @@ def test_direct_tensors_of_a_split_module_are_in_the_map():
 
 
 def test_nothing_is_offloaded_that_fits():
-    model = Decoder(blocks=10, width=16, vocabulary=0)
+    model = Decoder(blocks=10, width=16, vocabulary=1)
     block = 8 * 16 * 16
     total = compute_module_sizes(model)[""]
     small = total - 10 * block  # the norm
