@@ -31,8 +31,9 @@ def _identity(model: nn.Module, source: str) -> dict[str, str]:
     }
 
 
-def check_owner(folder: str | Path, model: nn.Module, source: str = "") -> bool:
-    """Whether `folder` already holds this model's weights, coming from `source` (a checkpoint's path, `""` for the model's own values).
+def check_owner(folder: str | Path, model: nn.Module, source: str | None = None) -> bool:
+    """Whether `folder` already holds this model's weights, coming from `source`: a checkpoint's path, `""` for the model's own values, or
+    None for either.
 
     False for a folder without an index. Raises `CheckpointError`, naming both, when the folder is another model's; a folder without a
     note (other libraries write none) is judged by the names and shapes in its index.
@@ -40,7 +41,7 @@ def check_owner(folder: str | Path, model: nn.Module, source: str = "") -> bool:
     folder = Path(folder)
     if not (folder / OFFLOAD_INDEX_NAME).is_file():
         return False
-    own = _identity(model, source)
+    own = _identity(model, source or "")
     try:
         note = json.loads((folder / OWNER_NAME).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -49,12 +50,13 @@ def check_owner(folder: str | Path, model: nn.Module, source: str = "") -> bool:
         return True
     except ValueError as error:
         raise CheckpointError(f"{folder / OWNER_NAME}: not valid JSON ({error}). Delete the folder, or use another one.") from error
-    if note == own:
-        return True
     theirs = note if isinstance(note, dict) else {}
+    if own == theirs | ({"source": ""} if source is None else {}):
+        return True
+    mine = "" if source is None else f" from {source or 'its own values'}"
     raise CheckpointError(
         f"{folder}: this offload folder belongs to another model ({theirs.get('model')} from {theirs.get('source') or 'its own values'}; "
-        f"this one is {own['model']} from {source or 'its own values'}). Delete the folder, or use another one."
+        f"this one is {own['model']}{mine}). Delete the folder, or use another one."
     )
 
 

@@ -25,6 +25,9 @@ def empty_host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tenso
     with torch.inference_mode(False):
         if nbytes < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
             return torch.empty(shape, dtype=dtype, device="cpu")
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        try:
+            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel without huge pages; or no memory, of which torch tells in the words that scripts look for
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).reshape(shape)

@@ -39,6 +39,8 @@ class Match:
     """By the first name of each tensor of the model."""
     missing: tuple[str, ...]
     """Tensors of the model that nothing fills: parameters, and buffers without values (on meta)."""
+    ignored: tuple[str, ...]
+    """Tensors that nothing fills, which the caller allowed by `ignore_missing`."""
     kept: tuple[str, ...]
     """Persistent buffers that the file lacks and that keep the values they have."""
     unexpected: tuple[str, ...]
@@ -148,6 +150,7 @@ def match(
     sources, unexpected = (rules or SameNames()).sources(checkpoint.entries, specs)
     transfers: dict[str, Transfer] = {}
     missing: list[str] = []
+    ignored: list[str] = []
     kept: list[str] = []
     aliases: dict[str, str] = {}
     misshapen: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
@@ -157,6 +160,7 @@ def match(
         source = next((sources[name] for name in every if name in sources), None) or _aliased(every, sources, checkpoint)
         if source is None:
             if any(re.search(pattern, name) for pattern in ignore_missing for name in every):
+                ignored.append(first)
                 continue
             is_value = not isinstance(tensors[first], nn.Parameter) and tensors[first].device.type != "meta"
             (kept if is_value else missing).append(first)
@@ -173,6 +177,7 @@ def match(
     return Match(
         transfers=transfers,
         missing=tuple(missing),
+        ignored=tuple(ignored),
         kept=tuple(kept),
         unexpected=tuple(name for name in unexpected if not any(re.search(pattern, name) for pattern in ignore_unexpected)),
         misshapen=tuple(misshapen),

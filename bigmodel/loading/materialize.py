@@ -73,6 +73,8 @@ def materialize(
     started = time.perf_counter()
     names = _names(match)
     keys = placements(model, match, device_map, offload_buffers=offload_buffers)
+    if "meta" in keys.values():
+        raise PlanError("The device map sends weights to 'meta', where nothing can rest. Use 'disk' for those that shall not be in memory.")
     targets: dict[DeviceKey, torch.device] = {key: as_device(key) for key in set(keys.values()) if key != "disk"}
     device_bytes: defaultdict[DeviceKey, int] = defaultdict(int)
     jobs: list[tuple[Transfer, torch.Tensor]] = []
@@ -99,7 +101,7 @@ def materialize(
         bytes_read=bytes_read,
         seconds=time.perf_counter() - started,
         device_bytes=dict(device_bytes),
-        missing=match.missing,
+        missing=match.missing + match.ignored,
         kept=match.kept,
         unexpected=match.unexpected,
         store=CheckpointStore(on_disk, match.identities) if on_disk else None,

@@ -146,7 +146,12 @@ def test_the_same_dtype_is_always_fine(tmp_path: Path, dtype: torch.dtype) -> No
 def test_missing_names_can_be_allowed(tmp_path: Path) -> None:
     state = state_of(small())
     del state["1.bias"]
-    matched(small(), state, tmp_path, ignore_missing=[r"^1\.bias$"]).check()
+    model = small()
+    found = matched(model, state, tmp_path, ignore_missing=[r"^1\.bias$"])
+    found.check(strict=True)
+    bias = model[1].bias.detach().clone()
+    assert materialize(model, found).missing == ("1.bias",)
+    assert torch.equal(model[1].bias, bias)
 
 
 def test_an_alias_noted_in_the_file_fills_a_tensor_of_its_own(tmp_path: Path) -> None:

@@ -152,6 +152,8 @@ def test_maps_that_do_not_fit_the_model(saved: Path, tied: Build) -> None:
         load(model, Checkpoint.open(saved), {"block": "cpu"})
     with pytest.raises(PlanError, match=r"'blocks'.*no such module"):
         load(model, Checkpoint.open(saved), {"": "cpu", "blocks": "disk"})
+    with pytest.raises(PlanError, match="'meta', where nothing can rest"):
+        load(model, Checkpoint.open(saved), {"": "meta"})
     with pytest.raises(PlanError, match="'block'"):
         load(model, Checkpoint.open(saved), {"": "cpu", "block": "nowhere"})
     assert all(parameter.device.type == "meta" for parameter in model.parameters())

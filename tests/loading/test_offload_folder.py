@@ -162,6 +162,9 @@ def test_a_folder_knows_whose_it_is(tmp_path: Path) -> None:
         check_owner(tmp_path, other)
     write_owner(tmp_path, model, "here")
     assert check_owner(tmp_path, model, "here")
+    assert check_owner(tmp_path, model)
+    with pytest.raises(CheckpointError, match=r"from here; this one is Linear\)"):
+        check_owner(tmp_path, other)
     for stranger, source in ((other, "here"), (model, "there"), (nn.Bilinear(1, 3, 2), "here")):
         with pytest.raises(CheckpointError, match="belongs to another model"):
             check_owner(tmp_path, stranger, source)
