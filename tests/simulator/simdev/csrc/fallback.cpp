@@ -60,6 +60,16 @@ static bool takes_cpu_indices(const std::string& name) {
   return names.count(name) > 0;
 }
 
+static bool takes_generator(const c10::Argument& arg) {
+  const auto& type = arg.type();
+  return type->kind() == c10::TypeKind::OptionalType &&
+      type->castRaw<c10::OptionalType>()->getElementType()->kind() ==
+      c10::TypeKind::GeneratorType;
+}
+static at::Generator cpu_generator(const at::Generator& g) {
+  return static_cast<Generator*>(g.unsafeGetGeneratorImpl())->cpu;
+}
+
 [[noreturn]] static void mixed(
     c10::Device a, c10::Device b, const c10::FunctionSchema& schema) {
   TORCH_CHECK(
@@ -100,14 +110,8 @@ static bool can_queue(
       for (const std::optional<Tensor>& t : v.toOptionalTensorList())
         if (t && !fine(*t, w))
           return false;
-    } else if (v.isGenerator()) {
+    } else if (v.isGenerator() || (v.isNone() && takes_generator(arg))) {
       return false;
-    } else if (v.isNone()) {
-      const auto& type = arg.type();
-      if (type->kind() == c10::TypeKind::OptionalType &&
-          type->castRaw<c10::OptionalType>()->getElementType()->kind() ==
-              c10::TypeKind::GeneratorType)
-        return false;
     }
   }
   return writes;
@@ -168,77 +172,54 @@ static void launch(
   });
 }
 
-static void run(
-    const c10::OperatorHandle& op, const c10::OperatorHandle& cpu_op,
-    Stack* stack) {
-  const auto& schema = op.schema();
-  const auto& cpu_schema = cpu_op.schema();
-  const size_t nargs = cpu_schema.arguments().size();
-  auto args = torch::jit::last(*stack, nargs);
-
-  // Which device?
-  int d = -1;
-  auto see = [&](const Tensor& t, bool index_arg) {
-    if (!t.defined())
-      return;
-    if (on_sim(t)) {
-      if (d < 0)
-        d = index_of(t);
-      else if (d != index_of(t))
-        mixed(c10::Device(kSim, d), t.device(), schema);
-    }
-    (void)index_arg;
-  };
-  auto refuse = [&](const Tensor& t, bool index_arg) {
-    if (!t.defined() || on_sim(t))
-      return;
-    // As CUDA: a CPU scalar may take part, so may CPU indices.
-    if (t.device().is_cpu() && (t.dim() == 0 || index_arg))
-      return;
-    mixed(c10::Device(kSim, d), t.device(), schema);
-  };
-  auto each = [&](auto&& f) {
-    const bool cpu_idx = takes_cpu_indices(schema.name());
-    for (size_t i = 0; i < nargs; ++i) {
-      const IValue& v = args[i];
+// The device that a call runs on; refuses tensors of several, as CUDA does.
+static int device_of(
+    const c10::FunctionSchema& schema, c10::ArrayRef<IValue> args) {
+  const bool indices = takes_cpu_indices(schema.name());
+  auto each = [&](auto&& visit) {
+    for (const IValue& v : args) {
       if (v.isTensor()) {
-        f(v.toTensor(), false);
+        visit(v.toTensor(), false);
       } else if (v.isTensorList()) {
         for (const Tensor& t : v.toTensorList())
-          f(t, cpu_idx);
+          visit(t, indices);
       } else if (v.isOptionalTensorList()) {
         for (const std::optional<Tensor>& t : v.toOptionalTensorList())
           if (t)
-            f(*t, cpu_idx);
+            visit(*t, indices);
       }
     }
   };
-  each(see);
-  if (d < 0)
-    for (size_t i = 0; i < nargs; ++i)
-      if (args[i].isDevice() && args[i].toDevice().type() == kSim) {
-        auto dev = args[i].toDevice();
-        d = dev.has_index() ? dev.index() : current_device();
-      }
+  int d = -1;
+  each([&](const Tensor& t, bool) {
+    if (!on_sim(t))
+      return;
+    if (d >= 0 && d != index_of(t))
+      mixed(c10::Device(kSim, d), t.device(), schema);
+    d = index_of(t);
+  });
+  for (const IValue& v : args)
+    if (d < 0 && v.isDevice() && v.toDevice().type() == kSim && v.toDevice().has_index())
+      d = v.toDevice().index();
   if (d < 0)
     d = current_device();
-  each(refuse);
-  DeviceScope scope(d);
-  auto& s = current_stream(d);
-  raise_pending(d);
-  const bool wait_later =
-      settings().queued_kernels && can_queue(cpu_op, *stack, nargs);
-  std::vector<IValue> original;
-  if (wait_later)
-    original.assign(stack->end() - nargs, stack->end());
-  else
-    s.drain(); // work on a stream runs in the order given
+  each([&](const Tensor& t, bool is_index) {
+    // CPU scalars may take part, and so may CPU indices.
+    const bool allowed = !t.defined() || on_sim(t) ||
+        (t.device().is_cpu() && (t.dim() == 0 || is_index));
+    if (!allowed)
+      mixed(c10::Device(kSim, d), t.device(), schema);
+  });
+  return d;
+}
 
-  // Arguments.
-  Aliases al;
-  for (size_t i = 0; i < nargs; ++i) {
-    IValue& v = (*stack)[stack->size() - nargs + i];
-    const auto& arg = cpu_schema.arguments()[i];
+// Puts aliases, CPU devices and CPU generators in the place of the device's.
+static void make_cpu_arguments(
+    const c10::FunctionSchema& schema, Stack& stack, int d, Aliases& al) {
+  const auto& arguments = schema.arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    IValue& v = stack[stack.size() - arguments.size() + i];
+    const auto& arg = arguments[i];
     const bool w = arg.alias_info() && arg.alias_info()->isWrite();
     if (v.isTensor()) {
       const Tensor& t = v.toTensor();
@@ -259,36 +240,18 @@ static void run(
       if (v.toDevice().type() == kSim)
         v = c10::Device(c10::kCPU);
     } else if (v.isGenerator()) {
-      auto g = v.toGenerator();
-      if (g.device().type() == kSim)
-        v = static_cast<Generator*>(g.unsafeGetGeneratorImpl())->cpu;
-    } else if (v.isNone()) {
-      const auto& type = arg.type();
-      if (type->kind() == c10::TypeKind::OptionalType &&
-          type->castRaw<c10::OptionalType>()->getElementType()->kind() ==
-              c10::TypeKind::GeneratorType)
-        v = static_cast<Generator*>(
-                default_generator(d).unsafeGetGeneratorImpl())
-                ->cpu;
+      if (v.toGenerator().device().type() == kSim)
+        v = cpu_generator(v.toGenerator());
+    } else if (v.isNone() && takes_generator(arg)) {
+      v = cpu_generator(default_generator(d));
     }
   }
-  al.note_all(s, schema.name().c_str());
-  if (wait_later) {
-    launch(s, cpu_op, std::move(al), stack, nargs, original);
-    return;
-  }
+}
 
-  // The kernel.
-  const size_t below = stack->size() - nargs;
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    cpu_op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-  }
-
-  // Results.
+static void take_results(Stack& stack, size_t first, int d, Aliases& al) {
   al.write_back(d);
-  for (size_t i = below; i < stack->size(); ++i) {
-    IValue& v = (*stack)[i];
+  for (size_t i = first; i < stack.size(); ++i) {
+    IValue& v = stack[i];
     if (v.isTensor()) {
       v = al.result(v.toTensor(), d);
     } else if (v.isTensorList()) {
@@ -298,6 +261,38 @@ static void run(
       v = std::move(out);
     }
   }
+}
+
+static void run(
+    const c10::OperatorHandle& op, const c10::OperatorHandle& cpu_op,
+    Stack* stack) {
+  const auto& name = op.schema().name();
+  const size_t nargs = cpu_op.schema().arguments().size();
+  const int d = device_of(op.schema(), torch::jit::last(*stack, nargs));
+  DeviceScope scope(d);
+  auto& s = current_stream(d);
+  raise_pending(d);
+  const bool queued =
+      settings().queued_kernels && can_queue(cpu_op, *stack, nargs);
+  std::vector<IValue> original;
+  if (queued)
+    original.assign(stack->end() - nargs, stack->end());
+  else
+    s.drain(); // work on a stream runs in the order given
+
+  Aliases al;
+  make_cpu_arguments(cpu_op.schema(), *stack, d, al);
+  al.note_all(s, name.c_str());
+  if (queued) {
+    launch(s, cpu_op, std::move(al), stack, nargs, original);
+    return;
+  }
+  const size_t first = stack->size() - nargs;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    cpu_op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  }
+  take_results(*stack, first, d, al);
 }
 
 static std::atomic<uint64_t> g_ops{0};
