@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ __all__ = ["Reader"]
 
 INLINE_BYTES: Final = 512 << 10
 """Reads up to this are done by the caller's own thread: handing them over costs more."""
+AHEAD_BYTES: Final = 32 << 20
+"""How far ahead of the reading threads the system is told what they will ask for."""
 
 
 class Reader:
@@ -60,7 +63,7 @@ class Reader:
         if len(plan.batches) <= 1 or plan.filled_bytes <= INLINE_BYTES:
             _drain(iter(plan.batches), flat, descriptors, progress, threading.Event())
             return
-        pending = _Shared(iter(plan.batches))
+        pending = _Shared(plan.batches, descriptors)
         stop = threading.Event()
         pool = workers()
         count = min(worker_count(), len(plan.batches))
@@ -104,18 +107,38 @@ class Reader:
 
 
 class _Shared:
-    """An iterator that several threads take from."""
+    """Batches that several threads take from. The system is told in time of what will be read next.
 
-    def __init__(self, items: Iterator[Batch]) -> None:
-        self._items = items
+    A thread that casts does not read meanwhile, and a disk does not read what nobody has asked for.
+    """
+
+    def __init__(self, batches: Sequence[Batch], descriptors: Mapping[Path, int]) -> None:
+        self._batches = batches
+        self._descriptors = descriptors
         self._lock = threading.Lock()
+        self._next = 0
+        self._announced = 0
+        self._ahead_bytes = 0
 
     def __iter__(self) -> _Shared:
         return self
 
     def __next__(self) -> Batch:
+        coming: list[Batch] = []
         with self._lock:
-            return next(self._items)
+            if self._next == len(self._batches):
+                raise StopIteration
+            batch = self._batches[self._next]
+            self._next += 1
+            self._ahead_bytes -= batch.nbytes
+            while self._ahead_bytes < AHEAD_BYTES and self._announced < len(self._batches):
+                coming.append(self._batches[self._announced])
+                self._ahead_bytes += coming[-1].nbytes
+                self._announced += 1
+        for each in coming:
+            if each.staged_bytes and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._descriptors[each.file], each.ranges[0].offset, each.nbytes, os.POSIX_FADV_WILLNEED)
+        return batch
 
 
 def _drain(
