@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tiny_transformers
 from hub_server import COMMIT, Hub
 
 from bigmodel.errors import CheckpointError
@@ -17,20 +18,26 @@ from bigmodel.integrations.transformers.hub import resolve
 
 # The hub's client reads its settings when it is imported, hence a process of its own for each setting.
 PROGRAM = """
-import json, sys
+import json, sys, time
+time.sleep = lambda seconds: None  # between the client's attempts to reach a hub that is not there
 from bigmodel.errors import BigModelError
+from bigmodel.integrations.transformers import from_pretrained
 from bigmodel.integrations.transformers.hub import resolve
 results = []
 for arguments in json.loads(sys.argv[1]):
     try:
-        results.append(["folder", str(resolve(arguments.pop("name"), **arguments))])
+        if arguments.pop("load", False):
+            model = from_pretrained(arguments["name"], device_map={"": "disk"})
+            results.append(["model", model.name_or_path, float(model.model.norm.weight.sum())])
+        else:
+            results.append(["folder", str(resolve(arguments.pop("name"), **arguments))])
     except BigModelError as error:
         results.append([type(error).__name__, str(error)])
 print(json.dumps(results))
 """
 
 
-def resolved(home: Path, calls: list[dict], endpoint: str, **environment: str) -> list[list[str]]:
+def resolved(home: Path, calls: list[dict], endpoint: str, **environment: str) -> list[list]:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     variables |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1"} | environment
     run = subprocess.run(
@@ -74,9 +81,14 @@ def test_only_the_configuration_and_one_format_of_weights_are_fetched_and_then_f
     assert sorted(hub.fetched) == sorted(wanted)
     assert all((Path(folder) / name).read_bytes() == (checkpoint_folder("llama") / name).read_bytes() for name in wanted)
 
-    calls = [{"name": "owner/llama", "local_files_only": True}, {"name": "owner/llama"}]
-    assert resolved(tmp_path, calls, "http://127.0.0.1:9") == [["folder", folder]] * 2
-    assert resolved(tmp_path, [{"name": "owner/llama"}], hub.endpoint, HF_HUB_OFFLINE="1") == [["folder", folder]]
+    calls = [{"name": "owner/llama", "local_files_only": True}, {"name": "owner/llama"}, {"name": "owner/single"}]
+    *cached, (kind, message) = resolved(tmp_path, calls, "http://127.0.0.1:9")
+    assert cached == [["folder", folder]] * 2
+    assert kind == "CheckpointNotFoundError"
+    assert "cannot be reached" in message
+    ((_, name, total),) = resolved(tmp_path, [{"name": "owner/llama", "load": True}], hub.endpoint, HF_HUB_OFFLINE="1")
+    assert name == "owner/llama"
+    assert total == float(tiny_transformers.reference(checkpoint_folder("llama"), "llama").model.norm.weight.sum())
     assert sorted(hub.fetched) == sorted(wanted)
 
 
@@ -107,9 +119,6 @@ def test_what_cannot_be_fetched_is_explained(tmp_path, hub):
     results = resolved(tmp_path, [dict(call) for call, _, _ in expected], hub.endpoint)
     for (call, kind, text), (found_kind, message) in zip(expected, results, strict=True):
         assert (found_kind, text in message) == (kind, True), f"{call}: {found_kind}: {message}"
-    ((kind, message),) = resolved(tmp_path, [{"name": "owner/llama"}], "http://127.0.0.1:9")
-    assert kind == "CheckpointNotFoundError"
-    assert "cannot be reached" in message
 
 
 def test_a_file_is_not_a_folder(tmp_path):
