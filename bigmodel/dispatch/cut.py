@@ -41,6 +41,13 @@ class Registered:
     def owners(self) -> list[Owner]:
         return distinct_owners(self.places)
 
+    def by_owner(self) -> list[list[tuple[str, Owner]]]:
+        """The places, those of one module together."""
+        grouped: dict[tuple[int, str], list[tuple[str, Owner]]] = {}
+        for place in self.places:
+            grouped.setdefault((id(place[1].module), place[1].attribute), []).append(place)
+        return list(grouped.values())
+
     @property
     def is_buffer(self) -> bool:
         return self.places[0][1].is_buffer
@@ -76,15 +83,22 @@ class Cut:
     units: list[str]
     """Modules whose tensors travel together, outermost only: blocks, and modules that read their children's weights."""
     blocks: set[str]
+    atoms: list[str]
+    """Among the units, modules that read their children's weights."""
     first_names: dict[int, str]
     """Every module's first name, by the module's id."""
 
     def entry(self, name: str) -> str:
         """The map entry that covers a tensor or module. Raises `DispatchError`."""
-        entry = covering_entry(name, self.device_map)
+        entry = self._covering(name)
         if entry is None:
             raise DispatchError(f"The device map has no entry that covers {name!r}: add one, or '' for everything that is left.")
         return entry
+
+    def _covering(self, name: str) -> str | None:
+        # A module that reads its children's weights is never cut: they are where it is.
+        whole = next((atom for atom in self.atoms if _is_within(name, atom)), name)
+        return covering_entry(whole, self.device_map)
 
     def rests(self, name: str) -> str:
         """`"resident"`, `"cpu"` or `"disk"`."""
@@ -95,9 +109,17 @@ class Cut:
 
     def runs(self, name: str) -> torch.device:
         """The execution device of a tensor's or module's forward."""
-        entry = covering_entry(name, self.device_map)
+        entry = self._covering(name)
         key = None if entry is None else self.device_map[entry]
-        return self.main_device if key is None or key in ("cpu", "disk") else as_device(key)
+        if key in ("cpu", "disk"):
+            # An offloaded part of a block that is resident on some accelerator runs there, with the rest of the block.
+            around = next((block for block in self.blocks if name != block and _is_within(name, block)), None)
+            return self.main_device if around is None else self.runs(around)
+        return self.main_device if key is None else as_device(key)
+
+    def tensor_runs(self, name: str) -> torch.device:
+        """The execution device of a tensor. The root module runs on the main device, so what it holds itself does too."""
+        return self.runs(name) if "." in name else self.main_device
 
     def unit(self, name: str) -> str:
         """The module whose forward brings the tensor `name`: the unit around it, or else the module that holds it directly."""
@@ -122,11 +144,19 @@ class Cut:
             except AttributeError:
                 continue  # a tensor's own name, or nothing of this model
             for name in _runnable(module, entry):
-                inside = [unit for unit in self.units if _is_within(unit, name) and covering_entry(unit, self.device_map) == entry]
+                inside = [unit for unit in self.units if _is_within(unit, name) and self._covering(unit) == entry]
                 for boundary in (name, *inside):
                     if boundary not in seen:
                         seen.add(boundary)
                         yield boundary
+
+    def holders(self) -> Iterator[tuple[str, str, torch.device]]:
+        """Modules with tensors of their own, from the root down: a path to it, its first name, and where it runs."""
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            own = [*module._parameters, *module._buffers]
+            if own:
+                name = self.first_names[id(module)]
+                yield path, name, self.tensor_runs(f"{name}.{own[0]}" if name else own[0])
 
     def by_rows(self, unit: str) -> bool:
         """Whether the module is an embedding of which a forward needs only the rows that occur."""
@@ -170,12 +200,10 @@ def cut(
     """Applies the map to the model. Nothing is changed. Raises `DispatchError` for a parameter that no entry covers."""
     blocks = find_blocks(model, no_split_module_classes)
     preloaded = set(preload_module_classes or ())
-    units = set(blocks)
-    for name, module in model.named_modules():
-        if isinstance(module, _READ_THEIR_CHILDREN) or type(module).__name__ in preloaded:
-            units.add(name)
+    atoms = {name for name, module in model.named_modules() if isinstance(module, _READ_THEIR_CHILDREN)}
+    units = {*blocks, *atoms, *(name for name, module in model.named_modules() if type(module).__name__ in preloaded)}
     first_names = {id(module): name for name, module in model.named_modules()}
-    result = Cut(model, device_map, main_device, _outermost(units), set(blocks), first_names)
+    result = Cut(model, device_map, main_device, _outermost(units), set(blocks), _outermost(atoms), first_names)
     for name, _ in model.named_parameters(remove_duplicate=False):
         result.entry(name)
     return result

@@ -120,14 +120,16 @@ class _Decision:
 
 def _decide(plan: Cut, tensor: Registered, store: Store | None, known: Collection[str], offload_buffers: bool) -> _Decision:
     stays = tensor.is_buffer and not (offload_buffers and tensor.persistent)
-    rests = ["resident" if stays else plan.rests(name) for name in tensor.names]
+    # A module that stands in several places runs on one device, that of its first name.
+    uses = [(places[0][0], places) for places in tensor.by_owner()]
+    rests = ["resident" if stays else plan.rests(name) for name, _ in uses]
     # A tie of which one end is resident is resident: its bytes are there anyway.
-    home = next((plan.runs(name) for name, where in zip(tensor.names, rests, strict=True) if where == "resident"), None)
+    home = next((plan.tensor_runs(name) for (name, _), where in zip(uses, rests, strict=True) if where == "resident"), None)
     away: dict[torch.device, list[tuple[str, Owner]]] = {}
-    for name, owner in tensor.places:
-        device = plan.runs(name)
+    for name, places in uses:
+        device = plan.tensor_runs(name)
         if device != home:
-            away.setdefault(device, []).append((name, owner))
+            away.setdefault(device, []).extend(places)
     key = next((name for name in tensor.names if name in known), "")
     lazy = isinstance(tensor.tensor, LazyTensor)
     on_meta = not lazy and tensor.tensor.device.type == "meta"
@@ -243,21 +245,30 @@ def _settle(tensor: Registered, device: torch.device, store: Store | None, key: 
 
 def _hook(plan: Cut, groups: dict[str, list[Group]], state: Dispatched, *, skip_keys: Any, force: bool) -> None:
     """Adds the hooks: at the units that bring groups, and wherever arguments may have to change devices."""
-    devices = {plan.runs(name) for name, _ in plan.model.named_parameters(remove_duplicate=False)}
+    devices = {plan.tensor_runs(name) for name, _ in plan.model.named_parameters(remove_duplicate=False)}
     moves = len(devices | {state.main_device}) > 1
     if not groups and not moves and not force:
         return
-    devices_at = {unit: next(iter(each)).pool.device for unit, each in groups.items()}
+    devices_at = {unit: plan.runs(unit) for unit in groups}
+    devices_at[""] = state.main_device
     if moves or force or state.main_device.type != "cpu":
         for name in plan.boundaries():
             devices_at.setdefault(plan.first_names[id(plan.model.get_submodule(name))], plan.runs(name))
-    devices_at[""] = state.main_device
+        for path, name, device in plan.holders():
+            if devices_at[_hooked_above(path, devices_at)] != device:
+                devices_at[name] = device
     for name in sorted(devices_at, key=lambda each: (each.count("."), each)):
         module = plan.model.get_submodule(name)
         device = devices_at[name]
         of_unit = groups.get(name, [])
-        # Outputs of whole blocks flow on from device to device; those of anything else meet tensors of their parent.
-        back = name == "" or (name not in plan.blocks and (plan.within_block(name) or device != state.main_device))
+        above = _hooked_above(name.rpartition(".")[0], devices_at)
+        if name == "" or plan.within_block(name):
+            back = True
+        elif name in plan.blocks:
+            # What blocks put out flows on from device to device, unless they are parts of something that runs elsewhere.
+            back = above != "" and devices_at[above] != device
+        else:
+            back = devices_at[above] != device
         hook = DispatchHook(
             execution_device=device,
             offload=bool(of_unit),
@@ -266,13 +277,20 @@ def _hook(plan: Cut, groups: dict[str, list[Group]], state: Dispatched, *, skip_
             place_submodules=name in plan.units,
             tied_params_map={},
         )
-        at_rest = [group for group in of_unit if plan.by_rows(name)]
+        at_rest = [group for group in of_unit if plan.by_rows(name) and all(isinstance(slot.resting, LazyTensor) for slot in group.slots)]
         hook.prepare(state.schedule, [group for group in of_unit if group not in at_rest], at_rest, module=module)
         add_hook_to_module(module, hook, append=True)
         state.hooked.append(module)
     for module in state.hooked:
         hooks = [hook for hook in hooks_of(module) if isinstance(hook, DispatchHook)]
         hooks[-1].watch(module)
+
+
+def _hooked_above(name: str, hooked: Collection[str]) -> str:
+    """The nearest hooked module that `name` is, or is in; the root is always hooked."""
+    while name not in hooked:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def _strip(model: nn.Module) -> None:
