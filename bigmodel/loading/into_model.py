@@ -17,7 +17,7 @@ from torch import nn
 from ..constants import OFFLOAD_INDEX_NAME
 from ..device_map import normalized
 from ..devices import DeviceKey
-from ..errors import PlanError
+from ..errors import BigModelError, CheckpointError, PlanError
 from ..progress import ProgressCallback
 from .atomic import write_atomically
 from .checkpoint import Checkpoint
@@ -168,19 +168,38 @@ def _restorable_folder(folder: Path) -> Iterator[None]:
 
 
 def _load_from_rank0(model: nn.Module, checkpoint: str | Path, *, full_state_dict: bool, strict: bool) -> None:
-    """Reads on rank 0 alone and lets torch hand the values to the other processes."""
+    """Reads on rank 0 alone and lets torch hand the values to the other processes. What goes wrong on rank 0 is raised on all."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # takes seconds to import
 
     state: dict[str, Any] = {}
+    error: BigModelError | None = None
     if torch.distributed.get_rank() == 0:
-        opened = Checkpoint.open(checkpoint)
-        found = match(model, opened)
-        found.check(strict=strict)
-        state = {name: empty_host_tensor(transfer.shape, transfer.dtype) for name, transfer in found.transfers.items()}
-        Reader(found.identities).read([(transfer, state[name]) for name, transfer in found.transfers.items()])
-        state |= {alias: state[first] for alias, first in found.aliases.items()}
+        try:
+            state = _values(model, checkpoint, strict=strict)
+        except BigModelError as problem:
+            error = problem
+    outcome = [None if error is None else str(error)]
+    torch.distributed.broadcast_object_list(outcome, src=0)
+    if error is not None:
+        raise error
+    if outcome[0] is not None:
+        raise CheckpointError(f"Rank 0 could not load: {outcome[0]}")
     options = StateDictOptions(full_state_dict=full_state_dict, strict=strict, broadcast_from_rank0=True)
     set_model_state_dict(model, state, options=options)
+
+
+def _values(model: nn.Module, checkpoint: str | Path, *, strict: bool) -> dict[str, torch.Tensor]:
+    """All values for the state dict of `model`, in host memory, under all of their names."""
+    found = match(model, Checkpoint.open(checkpoint))
+    found.check(strict=strict)
+    _report_unexpected(model, found)
+    values = {name: empty_host_tensor(transfer.shape, transfer.dtype) for name, transfer in found.transfers.items()}
+    reader = Reader(found.identities)
+    try:
+        reader.read([(transfer, values[name]) for name, transfer in found.transfers.items()])
+    finally:
+        reader.close()
+    return values | {alias: values[first] for alias, first in found.aliases.items() if first in values}
 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, Mapping[str, Any]] | None, offload_folder: str | Path) -> None:
