@@ -9,6 +9,7 @@ from .api import (
     dispatch_model,
     load_and_dispatch,
     load_checkpoint_and_dispatch,
+    save_model,
 )
 from .dispatch import get_parameter, placement, undispatch, update_parameter
 from .errors import (
@@ -48,6 +49,7 @@ __all__ = [
     "load_checkpoint_in_model",
     "placement",
     "plan",
+    "save_model",
     "undispatch",
     "update_parameter",
 ]

@@ -22,6 +22,7 @@ from .dispatch import (
     attach_cpu_offload_hook,
     attach_layerwise_casting_hooks,
     dispatch,
+    get_parameter,
 )
 from .errors import CheckpointError, PlanError
 from .loading import (
@@ -38,8 +39,9 @@ from .loading import (
     offload_state_dict,
     write_owner,
 )
+from .loading import save_model as write_model
 from .modules import named_module_tensors
-from .planning import Plan, check_device_map, infer_auto_device_map, plan
+from .planning import Plan, check_device_map, convert_file_size_to_int, infer_auto_device_map, plan
 from .protocols import Store, TensorSpec
 
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "load_and_dispatch",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
+    "save_model",
 ]
 
 DeviceMap = str | int | torch.device | Mapping[str, Any] | Plan
@@ -272,6 +275,27 @@ def cpu_offload_with_hook(
     With `prev_module_hook`, running this model first sends that one's back to CPU: for pipelines of models that run one after the other.
     """
     return attach_cpu_offload_hook(model, execution_device, prev_module_hook)
+
+
+def save_model(
+    model: nn.Module,
+    folder: str | Path,
+    max_shard_size: int | str = "5GB",
+    safe_serialization: bool = True,
+    metadata: Mapping[str, str] | None = None,
+) -> list[Path]:
+    """Writes the state dict of any model, offloaded or not, to `folder`, with one tensor in memory at a time. Returns the files.
+
+    `max_shard_size` is in bytes or as "5GB". Ties are saved once. Files appear together when all are complete; see `loading.save_model`.
+    """
+    return write_model(
+        model,
+        folder,
+        convert_file_size_to_int(max_shard_size),
+        safe_serialization,
+        metadata,
+        fetch=lambda name: get_parameter(model, name),
+    )
 
 
 @dataclass(frozen=True, slots=True)

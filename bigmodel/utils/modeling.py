@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..loading import load_checkpoint_in_model, load_offloaded_weights, load_state_dict, save_model, set_module_tensor_to_device
+from ..loading import load_checkpoint_in_model, load_offloaded_weights, load_state_dict, set_module_tensor_to_device
 from ..modules import find_tied_parameters, get_non_persistent_buffers, named_module_tensors
 from ..planning import (
     CustomDtype,
@@ -52,6 +52,5 @@ __all__ = [
     "load_state_dict",
     "named_module_tensors",
     "retie_parameters",
-    "save_model",
     "set_module_tensor_to_device",
 ]
