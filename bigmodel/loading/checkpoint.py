@@ -51,7 +51,10 @@ class Checkpoint:
         elif location.is_file():
             chosen = location
         else:
-            raise CheckpointNotFoundError(f"{location}: there is no such file or folder.")
+            raise CheckpointNotFoundError(
+                f"{location}: there is no such file or folder. (The name of a repository on the hub has to be downloaded first, "
+                "for example by huggingface_hub.snapshot_download.)"
+            )
         if isinstance(chosen, Path) and chosen.suffix == ".json":
             weight_map = _read_index(chosen)
             files = sorted(set(weight_map.values()))

@@ -222,14 +222,18 @@ def _lossy(found: torch.dtype, wanted: torch.dtype) -> str | None:
     """Why a plain cast from `found` to `wanted` would give other numbers than the checkpoint means; None when it would not."""
     if found == wanted or found == torch.bool:
         return None
+    told = f"{found} in the checkpoint, {wanted} in the model"
     if found.is_floating_point and wanted.is_floating_point:
         if found.itemsize > 1 and wanted.itemsize > 1:
             return None
-        return f"{found} in the checkpoint, {wanted} in the model: 8-bit floats need their scale, a plain cast loses it"
-    if not found.is_floating_point and not found.is_complex:
-        if wanted.is_floating_point and found.itemsize == 1:
-            return f"{found} in the checkpoint, {wanted} in the model: packed or quantized values need their scale, a plain cast loses it"
-        return None
+        return f"{told}: 8-bit floats need their scale, a plain cast loses it"
     if found.is_complex and wanted.is_complex:
         return None
-    return f"{found} in the checkpoint, {wanted} in the model: a cast would destroy the values"
+    if found.is_floating_point or found.is_complex or wanted.is_complex:
+        return f"{told}: a cast would destroy the values"
+    if wanted.is_floating_point:
+        return f"{told}: packed or quantized values need their scale, a plain cast loses it"
+    if wanted == torch.bool:
+        return None
+    has, takes = torch.iinfo(found), torch.iinfo(wanted)
+    return None if takes.min <= has.min and has.max <= takes.max else f"{told}: not all values fit"

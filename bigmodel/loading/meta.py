@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from ..progress import environment_flag
@@ -72,7 +73,7 @@ class _Registration:
         self._moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     def moved(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        if parameter.device == self._device:
+        if parameter.device == self._device or is_lazy(parameter):
             return None
         known = self._moved.get(id(parameter))
         if known is not None and known[0]() is parameter:
@@ -127,7 +128,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     """
     if include_buffers is None:
         include_buffers = environment_flag("INIT_INCLUDE_BUFFERS")
-    device = torch.device(device)
+    device = torch.empty(0, device=device).device  # with its index: only then do two parameters on it compare equal
     with contextlib.ExitStack() as stack:
         stack.enter_context(device if include_buffers else _moving_parameters(device))
         if device.type == "meta":

@@ -122,6 +122,10 @@ def test_computed_buffers_on_meta_are_refused_by_name(tmp_path: Path, filled: nn
         (torch.float32, torch.float8_e5m2, None),
         (torch.float8_e5m2, torch.float8_e4m3fn, None),
         (torch.float32, torch.int8, None),
+        (torch.int32, torch.float32, "0.weight.scales"),
+        (torch.int64, torch.int32, None),
+        (torch.uint8, torch.int8, None),
+        (torch.complex64, torch.float32, None),
     ],
 )
 def test_scales_are_never_ignored(tmp_path: Path, stored: torch.dtype, wanted: torch.dtype, scale: str | None) -> None:
@@ -141,6 +145,26 @@ def test_the_same_dtype_is_always_fine(tmp_path: Path, dtype: torch.dtype) -> No
     found.check()
     materialize(model, found)
     assert torch.equal(model.x.float(), value.float())
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        (torch.bool, torch.float32),
+        (torch.int32, torch.int64),
+        (torch.uint8, torch.bool),
+        (torch.float64, torch.float16),
+        (torch.uint8, torch.int16),
+    ],
+)
+def test_casts_that_keep_the_values_are_made(tmp_path: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
+    model = nn.Module()
+    model.register_buffer("x", torch.zeros(4, dtype=wanted))
+    value = torch.tensor([0, 1, 1, 0]).to(stored)
+    found = matched(model, {"x": value}, tmp_path)
+    found.check()
+    materialize(model, found)
+    assert torch.equal(model.x, value.to(wanted))
 
 
 def test_missing_names_can_be_allowed(tmp_path: Path) -> None:

@@ -109,6 +109,12 @@ def test_contexts_end_with_errors_and_nest() -> None:
         assert nn.Linear(2, 2).weight.device.type == "meta"
 
 
+def test_lazy_modules_stay_lazy() -> None:
+    with init_empty_weights():
+        model = nn.LazyLinear(3)
+    assert nn.parameter.is_lazy(model.weight)
+
+
 def test_on_a_device(accelerators: Callable[..., list[torch.device]]) -> None:
     (device,) = accelerators(1)
     for include_buffers in (False, True):
@@ -117,6 +123,10 @@ def test_on_a_device(accelerators: Callable[..., list[torch.device]]) -> None:
         assert model.weight.device == device
         assert torch.equal(model.weight.cpu(), torch.ones(4))
         assert model.running_mean.device == (device if include_buffers else torch.device("cpu"))
+    with init_on_device("sim"):
+        model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        model[1].weight = model[0].weight
+    assert model[1].weight is model[0].weight
 
 
 def test_classes_and_attributes_are_kept() -> None:
