@@ -117,12 +117,12 @@ def _names(match: Match) -> dict[str, list[str]]:
 
 
 def _device_of(tensor: torch.Tensor, names: list[str], devices: Mapping[str, DeviceKey] | None, offload_buffers: bool) -> DeviceKey:
-    """Where a tensor goes: for a tied one, the first device among its names' that computes, so that no tie is pulled apart."""
+    """Where a tensor goes: for a tied one, the fastest of its names' devices, so that no tie is pulled apart."""
     if devices is None:
         return "cpu" if tensor.device.type == "meta" else as_key(tensor.device)
     entries = [covering_entry(name, devices) for name in names]
     keys = [devices[entry] for entry in entries if entry is not None]
-    key = next((key for key in keys if key != "disk"), "disk")
+    key = min(keys, key=lambda key: (key == "disk", key == "cpu"))
     return key if key != "disk" or offload_buffers or isinstance(tensor, nn.Parameter) else "cpu"
 
 

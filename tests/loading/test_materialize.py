@@ -99,6 +99,19 @@ def test_a_tie_across_devices_is_not_pulled_apart(saved: Path, tied: Build, fill
         assert torch.equal(model.head.weight, filled.head.weight)
 
 
+def test_a_tie_between_an_accelerator_and_others_rests_there(
+    saved: Path, tied: Build, filled: nn.Module, accelerators: Callable[..., list[torch.device]]
+) -> None:
+    (device,) = accelerators(1)
+    for other in ("cpu", "disk"):
+        for first, second in ((0, other), (other, 0)):
+            model = empty(tied)
+            load(model, Checkpoint.open(saved), {"": "cpu", "embed": first, "head": second})
+            assert model.head.weight is model.embed.weight
+            assert model.head.weight.device == device
+            assert torch.equal(model.head.weight.cpu(), filled.head.weight)
+
+
 def test_both_ends_of_a_tie_on_disk(saved: Path, tied: Build) -> None:
     model = empty(tied)
     report = load(model, Checkpoint.open(saved), {"": "cpu", "embed": "disk", "head": "disk"})
