@@ -23,6 +23,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo "$@" >> {tmp_path}/log\nexec g++ "$@"\n')
     compiler.chmod(0o755)
     monkeypatch.setattr(compilation, "CSRC", folder)
+    monkeypatch.setattr(compilation, "UNITS", {"one": ["first.cpp"], "other": ["second.cpp"]})
     monkeypatch.setattr(compilation, "COMPILER", str(compiler))
     monkeypatch.setenv("BIGMODEL_SIM_BUILD_DIR", str(tmp_path / "cache"))
     compilation._compiler_version.cache_clear()
@@ -60,10 +61,10 @@ def test_several_processes_at_once_build_once(sources: Path) -> None:
 
 def test_an_error_names_the_file_and_leaves_nothing_half_done(sources: Path) -> None:
     (sources / "second.cpp").write_text("int second() { return undeclared; }\n")
-    with pytest.raises(SimulatorBuildError, match=r"failed on second-.*\.o[\s\S]*undeclared"):
+    with pytest.raises(SimulatorBuildError, match=r"failed on other-.*\.o[\s\S]*undeclared"):
         build()
     cache = sources.parent / "cache"
-    assert not list(cache.glob("second*"))
+    assert not list(cache.glob("other*"))
     assert not list(cache.glob("*.so"))
 
 
@@ -79,3 +80,8 @@ def test_a_missing_compiler_is_named(sources: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compilation, "COMPILER", "g++-of-nowhere")
     with pytest.raises(SimulatorBuildError, match="no g\\+\\+-of-nowhere on the PATH"):
         build()
+
+
+def test_every_source_is_in_a_unit() -> None:
+    sources = sorted(source for unit in compilation.UNITS.values() for source in unit)
+    assert sources == sorted(path.name for path in compilation.CSRC.glob("*.cpp"))

@@ -24,6 +24,14 @@ PARALLEL_COMPILERS = 2
 COMPILE_FLAGS = ["-O2", "-g0", "-std=c++20", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-interference-size"]
 EXTENSION_NAME = "_sim_C"
 
+# Most of the time goes into torch's headers, so sources that need the same ones are compiled together; the slowest unit comes first.
+UNITS = {
+    "autocast": ["autocast.cpp"],
+    "operators": ["attention.cpp", "copies.cpp", "fallback.cpp", "tensors.cpp"],
+    "bind": ["bind.cpp"],
+    "runtime": ["guard.cpp", "links.cpp", "memory.cpp", "sanitizer.cpp", "streams.cpp"],
+}
+
 
 class SimulatorBuildError(RuntimeError):
     """The simulated accelerator could not be built; the message says what is missing or what the compiler said."""
@@ -46,10 +54,12 @@ def build() -> Path:
     flags = [*COMPILE_FLAGS, *_include_flags(torch_folder)]
     surroundings = [repr(flags).encode(), compiler.encode(), (torch_folder / "version.py").read_bytes()]
     headers = [path.read_bytes() for path in sorted(CSRC.glob("*.h"))]
-    sources = sorted(CSRC.glob("*.cpp"))
 
     folder = cache_folder()
-    objects = {source: folder / f"{source.stem}-{_digest([*surroundings, *headers, source.read_bytes()])}.o" for source in sources}
+    objects = {}
+    for unit, sources in UNITS.items():
+        contents = [(CSRC / source).read_bytes() for source in sources]
+        objects[unit] = folder / f"{unit}-{_digest([*surroundings, *headers, *contents])}.o"
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     library = folder / f"{EXTENSION_NAME}-{_digest(path.name.encode() for path in objects.values())}{suffix}"
     if library.exists():
@@ -59,7 +69,7 @@ def build() -> Path:
             return library
         print(f"Building the simulated accelerator in {folder}, once; this takes a minute or two.", file=sys.stderr, flush=True)
         with ThreadPoolExecutor(PARALLEL_COMPILERS) as pool:
-            jobs = [pool.submit(_compile, source, target, flags) for source, target in objects.items() if not target.exists()]
+            jobs = [pool.submit(_compile, UNITS[unit], target, flags) for unit, target in objects.items() if not target.exists()]
             for job in jobs:
                 job.result()
         torch_libraries = torch_folder / "lib"
@@ -112,13 +122,14 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _compile(source: Path, target: Path, flags: list[str]) -> None:
-    _produce(target, [*flags, "-c", str(source)])
+def _compile(sources: list[str], target: Path, flags: list[str]) -> None:
+    unit = "".join(f'#include "{source}"\n' for source in sources)
+    _produce(target, [*flags, f"-I{CSRC}", "-x", "c++", "-c", "-"], standard_input=unit)
 
 
-def _produce(target: Path, arguments: list[str]) -> None:
+def _produce(target: Path, arguments: list[str], *, standard_input: str | None = None) -> None:
     partial = target.with_name(f"{target.name}.partial")
-    done = subprocess.run([COMPILER, *arguments, "-o", str(partial)], capture_output=True, text=True)
+    done = subprocess.run([COMPILER, *arguments, "-o", str(partial)], input=standard_input, capture_output=True, text=True)
     if done.returncode != 0:
         partial.unlink(missing_ok=True)
         said = done.stderr[-4000:]
