@@ -82,6 +82,11 @@ class Plan:
     notes: tuple[str, ...] = ()
     """What else the reader should know."""
 
+    @property
+    def reserve_bytes(self) -> int:
+        """Room kept free on the main device for offloaded groups to pass through: what the dispatch may use there."""
+        return sum(use.reserve_bytes for use in self.devices)
+
     def to_json(self) -> str:
         """The plan as JSON text, for `from_json`."""
         fields = asdict(self)

@@ -83,9 +83,9 @@ def solve(
 
     Everything stays on the compute devices if it can be packed there; no reserve is kept then. Otherwise one of them is the main device,
     keeps room for two offloaded groups to pass through (the one in use and the next one), and as few bytes as possible travel per step.
-    Only where no device has room for the two largest groups of the model is one slot used; a budget that grows beyond that point buys
-    the second slot first, and what one slot could keep is never given up for it, so that more budget never offloads more. In a model of few
-    large groups (`second_slot_costs_much`, unless `overlap_first` tells) the second slot is only taken if it costs nothing.
+    Only where no device has enough for that (`room_for_two`) is one slot used; a budget that grows beyond that point buys the second slot
+    first, and what one slot could keep is never given up for it, so that more budget never offloads more. In a model of few large groups
+    (`second_slot_costs_much`, unless `overlap_first` tells) the second slot is only taken if it costs nothing.
 
     Which groups are the largest offloaded ones is tried in all combinations (up to `SUBPROBLEM_LIMIT`), each a packing problem
     (`knapsack.pack`): exact for few units or many equal ones, and `is_optimal` says whether it is proven. Equal units are dealt to the
@@ -96,9 +96,8 @@ def solve(
     resident = all_resident(units, compute, mode)
     if resident is not None:
         return Assignment(tuple(resident), compute[0].key, 0, 0, 0, is_optimal=True)
-    enough = NO_LIMIT
-    if not second_slot_costs_much(units) if overlap_first is None else overlap_first:
-        enough = ring_bytes(units, 2) + sum(unit.staying_bytes for unit in units) - 1
+    overlap_first = not second_slot_costs_much(units) if overlap_first is None else overlap_first
+    enough = room_for_two(units) - 1 if overlap_first else NO_LIMIT
     best: Assignment | None = None
     for slots, most in ((2, NO_LIMIT), (1, enough)):
         limits = [min(limit_bytes(tier), most) for tier in compute]
@@ -118,19 +117,32 @@ def solve(
     return best
 
 
-def second_slot_costs_much(units: Sequence[Unit]) -> bool:
-    """Whether a group of typical size is more than an eighth of all that can travel: then keeping it saves more than overlap does.
-
-    Typical is the size up to which groups hold half of all bytes.
-    """
-    slots = sorted(unit.slot_bytes[0] for unit in units if unit.slot_bytes)
-    total_bytes = sum(slots)
-    seen_bytes = 0
-    for slot in slots:
+def _typical_bytes(slots: Sequence[int]) -> int:
+    """The size up to which groups hold half of all bytes."""
+    seen_bytes, total_bytes = 0, sum(slots)
+    for slot in sorted(slots):
         seen_bytes += slot
         if 2 * seen_bytes >= total_bytes:
-            return 8 * slot > total_bytes
-    return False
+            return slot
+    return 0
+
+
+def second_slot_costs_much(units: Sequence[Unit]) -> bool:
+    """Whether a typical group is a tenth or more of all that can travel: then keeping it saves more than overlap does."""
+    slots = [unit.slot_bytes[0] for unit in units if unit.slot_bytes]
+    return 10 * _typical_bytes(slots) >= sum(slots)
+
+
+def room_for_two(units: Sequence[Unit]) -> int:
+    """The budget of a main device from which on two slots are worth their room: both, and what is too large to pass through a typical one.
+
+    Groups of twice the typical size or more (heads, tied embeddings) are kept rather than given two slots of their size.
+    """
+    slots = [unit.slot_bytes[0] for unit in units if unit.slot_bytes]
+    typical_bytes = _typical_bytes(slots)
+    outsized = [slot for slot in slots if slot >= 2 * typical_bytes]
+    regular = sorted(slot for slot in slots if slot < 2 * typical_bytes)
+    return sum(outsized) + sum(regular[-2:]) + sum(unit.staying_bytes for unit in units)
 
 
 def is_better(first: Assignment, second: Assignment, units: Sequence[Unit]) -> bool:

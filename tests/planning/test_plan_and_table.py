@@ -41,7 +41,7 @@ def test_figures_of_a_model_that_does_not_fit():
     assert made.main_device == 0
     assert made.device_map["embed"] in ("cpu", "disk")  # a step reads rows of it
     assert made.ring_slots == 2
-    assert use(made, 0).reserve_bytes == 2 * BLOCK
+    assert use(made, 0).reserve_bytes == made.reserve_bytes == 2 * BLOCK
     assert use(made, 0).resident_bytes == bytes_on(Decoder(), made.device_map, 0)
     assert made.moved_bytes == TOTAL - use(made, 0).resident_bytes - EMBEDDING
     for device in ("cpu", "disk"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bigmodel.planning.items import Item, Unit
 from bigmodel.planning.knapsack import Kind, pack
 from bigmodel.planning.resident import Tier
-from bigmodel.planning.solver import Assignment, assign, ring_bytes, second_slot_costs_much, solve
+from bigmodel.planning.solver import Assignment, assign, ring_bytes, room_for_two, second_slot_costs_much, solve
 
 checked = settings(max_examples=120, deadline=None, derandomize=True, database=None)
 
@@ -78,7 +78,7 @@ def test_moves_as_few_bytes_as_any_assignment(overlap_first, units, budgets):
         assert found.moved_bytes == 0
         assert "disk" not in found.places
         return
-    enough = ring_bytes(units, 2) + sum(each.staying_bytes for each in units) - 1 if overlap_first else 10**9
+    enough = room_for_two(units) - 1 if overlap_first else 10**9
     # A budget of nothing runs nothing, not even what needs no room.
     mains = [main for main, budget in enumerate(budgets) if budget > 0]
     two = min((least_moved(units, budgets, main, 2) for main in mains), default=float("inf"))
@@ -198,6 +198,16 @@ def test_the_budget_buys_the_second_slot_before_it_keeps_more():
     units = [unit(10) for _ in range(20)]
     kept = [20 - assign(units, {0: budget}).moved_bytes // 10 for budget in (19, 20, 29, 30, 40, 195, 200)]
     assert kept == [0, 0, 0, 1, 2, 17, 20]
+
+
+def test_outsized_groups_are_kept_before_the_second_slot_is_bought():
+    units = [unit(100), *(unit(10) for _ in range(40)), unit(100)]
+    assert room_for_two(units) == 220
+    assert not second_slot_costs_much(units)
+    found = assign(units, {0: 219})
+    assert (found.slots, found.reserve_bytes, found.moved_bytes) == (1, 10, 400)
+    found = assign(units, {0: 240})
+    assert (found.slots, found.reserve_bytes, found.moved_bytes) == (2, 20, 380)
 
 
 def test_a_model_of_few_large_groups_rather_keeps_more_than_overlaps():
