@@ -128,6 +128,10 @@ class Cut:
         # A module that stands in two places is one unit, under its first name.
         return self.first_names[id(self.model.get_submodule(inside))]
 
+    def within_unit(self, name: str) -> bool:
+        """Whether the module `name` is a unit, or a part of one."""
+        return any(_is_within(name, unit) for unit in self.units)
+
     def within_block(self, name: str) -> bool:
         """Whether the module `name` is a part of a block (and not one itself)."""
         return any(name != block and _is_within(name, block) for block in self.blocks)

@@ -246,17 +246,19 @@ def _settle(tensor: Registered, device: torch.device, store: Store | None, key: 
 def _hook(plan: Cut, groups: dict[str, list[Group]], state: Dispatched, *, skip_keys: Any, force: bool) -> None:
     """Adds the hooks: at the units that bring groups, and wherever arguments may have to change devices."""
     devices = {plan.tensor_runs(name) for name, _ in plan.model.named_parameters(remove_duplicate=False)}
-    moves = len(devices | {state.main_device}) > 1
+    moves = len(devices | {state.main_device}) > 1 or (len(set(plan.device_map.values())) > 1 and state.main_device.type != "cpu")
     if not groups and not moves and not force:
         return
     devices_at = {unit: plan.runs(unit) for unit in groups}
     devices_at[""] = state.main_device
     if moves or force or state.main_device.type != "cpu":
-        for name in plan.boundaries():
-            devices_at.setdefault(plan.first_names[id(plan.model.get_submodule(name))], plan.runs(name))
+        for path in plan.boundaries():
+            name = plan.first_names[id(plan.model.get_submodule(path))]
+            devices_at.setdefault(name, plan.runs(name))
         for path, name, device in plan.holders():
-            if devices_at[_hooked_above(path, devices_at)] != device:
-                devices_at[name] = device
+            # Outside the blocks anything may be given what a block on another device has put out.
+            if devices_at[_hooked_above(path, devices_at)] != device or (moves and not plan.within_unit(path)):
+                devices_at.setdefault(name, device)
     for name in sorted(devices_at, key=lambda each: (each.count("."), each)):
         module = plan.model.get_submodule(name)
         device = devices_at[name]

@@ -25,7 +25,7 @@ class Schedule:
     """The pools and the order of the groups of one dispatched model.
 
     The successor of a group is looked up by the last two groups of the same thread, so that a block that runs twice in one forward, with
-    different successors, is predicted right; the last group of a forward is followed by the first group of the next one.
+    different successors, is predicted right (by the last one alone as long as the pair is new); the last group of a forward is followed by the first group of the next one.
     """
 
     def __init__(self, *, prefetch: bool = True, ring_bytes: int | None = None) -> None:
@@ -91,9 +91,10 @@ class Schedule:
         if last is not None and self._after.get(last) is not group:
             self.relearned += last in self._after
             self._after[last] = group
+            self._after[(None, last[1])] = group
         self._trail.last = here = (None if last is None else last[1], group)
         for _ in range(_LOOK_AHEAD):
-            following = self._after.get(here)
+            following = self._after.get(here) or self._after.get((None, here[1]))
             if following is None or following is group:
                 return
             here = (here[1], following)

@@ -1,0 +1,168 @@
+"""Random models under random maps, ring sizes, modes, threads and failures, against the plain model bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dispatch_models import FileStore
+from torch import nn
+
+import bigmodel.dispatch.schedule as schedule
+from bigmodel.dispatch import LazyTensor, dispatch, undispatch
+
+WIDTH = 6
+
+
+class RandomBlock(nn.Module):
+    def __init__(self, choice: random.Random, shared: list[nn.Module]) -> None:
+        super().__init__()
+        kinds = [choice.choice(["linear", "norm", "attention", "shared", "direct", "batchnorm"]) for _ in range(choice.randint(1, 4))]
+        self.parts = nn.ModuleList()
+        self.kinds = kinds
+        for kind in kinds:
+            if kind == "linear":
+                self.parts.append(nn.Linear(WIDTH, WIDTH, bias=choice.random() < 0.5))
+            elif kind == "norm":
+                self.parts.append(nn.LayerNorm(WIDTH))
+            elif kind == "attention":
+                self.parts.append(nn.MultiheadAttention(WIDTH, 2, batch_first=True))
+            elif kind == "shared":
+                self.parts.append(choice.choice(shared))
+            elif kind == "batchnorm":
+                self.parts.append(nn.BatchNorm1d(WIDTH))
+            else:
+                self.parts.append(nn.Linear(WIDTH, WIDTH))
+        if choice.random() < 0.3:
+            self.gain = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        for kind, part in zip(self.kinds, self.parts, strict=True):
+            if kind == "attention":
+                y = part(x, x, x)[0]
+            elif kind == "direct":
+                y = nn.functional.linear(x, part.weight, part.bias)
+            elif kind == "batchnorm":
+                y = part(x.transpose(1, 2)).transpose(1, 2)
+            else:
+                y = part(x)
+            x = x + y
+        if hasattr(self, "gain"):
+            x = x * self.gain
+        state["count"] = state.get("count", 0) + 1
+        if state.get("fail_at") == state["count"]:
+            raise ValueError("on purpose")
+        return torch.tanh(x)
+
+
+class RandomModel(nn.Module):
+    def __init__(self, choice: random.Random) -> None:
+        super().__init__()
+        shared = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+        self.embed = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList([RandomBlock(choice, shared) for _ in range(choice.randint(1, 5))])
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        if choice.random() < 0.5:
+            self.head.weight = self.embed.weight
+        if choice.random() < 0.3:
+            self.scale = nn.Parameter(torch.randn(11))
+        self.order = [choice.randrange(len(self.layers)) for _ in range(choice.randint(1, 7))] if choice.random() < 0.4 else None
+
+    def forward(self, ids: torch.Tensor, state: dict[str, Any] | None = None) -> torch.Tensor:
+        state = {} if state is None else state
+        x = self.embed(ids)
+        for index in self.order if self.order is not None else range(len(self.layers)):
+            x = self.layers[index](x, state)
+        x = self.head(x)
+        # As models that may be spread over devices do: what blocks put out is on the last block's device.
+        return x.to(self.scale.device) * self.scale if hasattr(self, "scale") else x
+
+
+def random_map(choice: random.Random, model: RandomModel, places: list[Any]) -> dict[str, Any]:
+    device_map: dict[str, Any] = {"": choice.choice(places)}
+    for name, _ in model.named_modules():
+        if not name or choice.random() > (0.15 if name.count(".") > 1 else 0.5):
+            continue
+        block = model.layers[int(name.split(".")[1])] if name.count(".") > 1 else None
+        # A weight that is read without its module cannot be resident on another device than the one where its block runs.
+        device_map[name] = choice.choice(["cpu", "disk"] if block is not None and "direct" in block.kinds else places)
+    return device_map
+
+
+def one_case(seed: int, folder: Path, devices: list[torch.device]) -> None:
+    choice = random.Random(seed)
+    torch.manual_seed(seed)
+    plain = RandomModel(choice).eval()
+    model = copy.deepcopy(plain)
+    inputs = [torch.randint(0, 11, (2, 3)) for _ in range(3)]
+    with torch.no_grad():
+        expected = [plain(ids) for ids in inputs]
+    store = FileStore(folder, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
+    main = devices[0] if devices else torch.device("cpu")
+    for _ in range(choice.randint(1, 2)):
+        device_map = random_map(choice, model, ["cpu", "disk", *range(len(devices))])
+        ring_bytes = choice.choice([None, None, 64, 500, 2000, 100_000])
+        offload_buffers = choice.random() < 0.5
+        dispatch(
+            model,
+            device_map,
+            main_device=main,
+            store=store,
+            ring_bytes=ring_bytes,
+            offload_buffers=offload_buffers,
+            no_split_module_classes="RandomBlock",
+        )
+        context = f"seed {seed}, map {device_map}, ring {ring_bytes}"
+        if choice.random() < 0.2:
+            model = copy.deepcopy(model)
+        for _ in range(choice.randint(1, 4)):
+            index = choice.randrange(3)
+            mode = choice.choice([torch.no_grad, torch.inference_mode])
+            # With everything on one device there are no hooks, and nobody moves the inputs.
+            ids = inputs[index].to(choice.choice([main, "cpu"]) if hasattr(model, "_hf_hook") else main)
+            with mode():
+                assert torch.equal(model(ids).cpu(), expected[index]), context
+            if choice.random() < 0.3:
+                with pytest.raises(ValueError, match="on purpose"), torch.no_grad():
+                    model(ids, {"fail_at": 1})
+        if choice.random() < 0.3:
+            wrong: list[Any] = []
+            threads = [threading.Thread(target=_work, args=(model, inputs[i].to(ids.device), expected[i], wrong)) for i in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert wrong == [], context
+    undispatch(model)
+    assert not any(isinstance(tensor, LazyTensor) for tensor in [*model.parameters(), *model.buffers()])
+    model.to("cpu")
+    with torch.no_grad():
+        assert torch.equal(model(inputs[0]), expected[0])
+    assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def _work(model: nn.Module, ids: torch.Tensor, expected: torch.Tensor, wrong: list[Any]) -> None:
+    try:
+        with torch.no_grad():
+            wrong.extend("differs" for _ in range(4) if not torch.equal(model(ids).cpu(), expected))
+    except BaseException as error:
+        wrong.append(error)
+
+
+@pytest.mark.parametrize("start", range(0, 60, 20))
+def test_random_cases_on_cpu(tmp_path, monkeypatch, start):
+    monkeypatch.setattr(schedule, "_AHEAD_BYTES", 0)
+    for seed in range(start, start + 20):
+        one_case(seed, tmp_path / str(seed), [])
+
+
+@pytest.mark.parametrize("start", range(1000, 1060, 20))
+def test_random_cases_on_accelerators(tmp_path, accelerators, start):
+    devices = accelerators(2, memory="32MiB")
+    for seed in range(start, start + 20):
+        one_case(seed, tmp_path / str(seed), devices)
