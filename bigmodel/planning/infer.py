@@ -77,8 +77,9 @@ def map_entries(inventory: Inventory, units: Sequence[Unit], assignment: Assignm
 
     Pipelines send their inputs to the first device of a map, and `dispatch_model` takes its first accelerator as the main device.
     """
-    place = {item.name: device for unit, device in zip(units, assignment.places, strict=True) for item in unit.items}
-    names = [item.name for item in inventory.items]
+    items = [(item, device) for unit, device in zip(units, assignment.places, strict=True) for item in unit.items]
+    place = {entry: device for item, device in items for entry in item.entries}
+    names = [entry for item in inventory.items for entry in item.entries]
     first = next((name for name in names if place[name] == assignment.main), None)
     return {name: place[name] for name in ([] if first is None else [first]) + names}
 

@@ -18,7 +18,7 @@ __all__ = ["Inventory", "Item", "Unit", "find_items", "join_tied"]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A module or tensor that is placed whole: one entry of the device map."""
+    """A module that is placed whole, or the tensors that an inner module holds itself: its forward needs them on one device."""
 
     name: str
     tensors: tuple[int, ...]
@@ -26,6 +26,8 @@ class Item:
     is_block: bool
     reads_rows_only: bool
     """An embedding: a step reads the rows that are looked up, not the table."""
+    entries: tuple[str, ...]
+    """The names that stand for it in a device map: its own, or those of the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,9 @@ def find_items(model: nn.Module, rule: TensorBytes, no_split_module_classes: str
             if tensors:
                 _add(inventory, name, tensors, rule, is_block=is_block, rows_only=_reads_rows_only(module))
             continue
-        for tensor_name, tensor, persistent in _own_tensors(module, name):
-            _add(inventory, tensor_name, [(tensor_name, tensor, persistent)], rule, is_block=False, rows_only=False)
+        own = list(_own_tensors(module, name))
+        if own:
+            _add(inventory, own[0][0], own, rule, is_block=False, rows_only=False, entries=tuple(tensor_name for tensor_name, _, _ in own))
         stack += reversed([(_join(name, key), child) for key, child in module._modules.items() if child is not None])
     if not inventory.items:
         raise PlanError(f"{type(model).__name__} has no parameters and no buffers: there is nothing to place.")
@@ -124,6 +127,7 @@ def _add(
     *,
     is_block: bool,
     rows_only: bool,
+    entries: tuple[str, ...] = (),
 ) -> None:
     keys: dict[int, None] = {}
     for tensor_name, tensor, persistent in tensors:
@@ -133,7 +137,7 @@ def _add(
             inventory.nbytes[key] = rule(tensor_name, tensor)
             if persistent is not None:
                 inventory.buffers[key] = persistent
-    inventory.items.append(Item(name, tuple(keys), is_block, rows_only))
+    inventory.items.append(Item(name, tuple(keys), is_block, rows_only, entries or (name,)))
 
 
 def join_tied(

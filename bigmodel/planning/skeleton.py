@@ -13,9 +13,9 @@ __all__ = ["skeleton"]
 
 
 def skeleton(specs: Mapping[str, TensorSpec]) -> nn.Module:
-    """Modules nested as the dotted names say, with parameters on meta; children named 0, 1, 2 … become a `ModuleList`, so that blocks are found.
+    """Modules nested as the dotted names say, with parameters on meta; children named 0, 1, 2 … become a `ModuleList`.
 
-    It has no `forward`: it is there to be sized and planned.
+    So blocks are found in it. It has no `forward`: it is there to be sized and planned.
     """
     tree: dict[str, object] = {}
     for name, spec in specs.items():

@@ -106,6 +106,14 @@ def test_direct_tensors_of_a_split_module_are_in_the_map():
     check_device_map(model, found)
 
 
+def test_direct_tensors_of_one_module_stay_together():
+    model = nn.Sequential(nn.Linear(4, 4))
+    for name in ("first", "second", "third"):
+        model.register_parameter(name, nn.Parameter(torch.ones(10)))
+    found = infer_auto_device_map(model, {0: 100, 1: 150, 2: 150}, clean_result=False)
+    assert found["first"] == found["second"] == found["third"]
+
+
 def test_nothing_is_offloaded_that_fits():
     model = Decoder(blocks=10, width=16, vocabulary=1)
     block = 8 * 16 * 16
