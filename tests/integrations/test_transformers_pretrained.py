@@ -301,6 +301,19 @@ def test_a_new_head_on_disk_works_too(device_map, checkpoint_folder):
     assert_same_outputs(model, expected, "bert")
 
 
+def test_tied_weights_that_are_both_new_are_one(tmp_path, checkpoint_folder):
+    def lose(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.embed_tokens.weight"]
+
+    folder = copied(checkpoint_folder("llama-tied"), tmp_path, lose)
+    with pytest.raises(MatchError, match=r"model\.embed_tokens\.weight"):
+        from_pretrained(folder)
+    torch.manual_seed(3)
+    model = from_pretrained(folder, allow_new_weights=True, device_map="cpu")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert 0 < model.lm_head.weight.std() < 0.1
+
+
 class MayLackItsNorm(transformers.LlamaForCausalLM):
     """A class that expects a tensor to be missing, and knows what it is then."""
 
@@ -399,3 +412,50 @@ def test_minilm_from_its_package(accelerators):
             assert torch.equal(model(**inputs).last_hidden_state.cpu(), expected(**inputs).last_hidden_state)
         del model
         gc.collect()
+
+
+CONFIGURATION = """
+from transformers import LlamaConfig
+class SpecialConfig(LlamaConfig):
+    model_type = "special-for-tests"
+"""
+MODELING = """
+import torch
+from transformers import LlamaForCausalLM
+from .configuration_special import SpecialConfig
+class SpecialForCausalLM(LlamaForCausalLM):
+    config_class = SpecialConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("shift", torch.linspace(0, 1, config.vocab_size), persistent=False)
+        self.post_init()
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits + self.shift.to(output.logits.device)
+        return output
+"""
+
+
+def test_code_that_comes_with_a_model_runs_only_when_it_is_trusted(tmp_path, monkeypatch, checkpoint_folder):
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    auto_map = {
+        "AutoConfig": "configuration_special.SpecialConfig",
+        "AutoModelForCausalLM": "modeling_special.SpecialForCausalLM",
+    }
+    config = {"model_type": "special-for-tests", "architectures": ["SpecialForCausalLM"], "auto_map": auto_map}
+    folder = copied(checkpoint_folder("llama"), tmp_path / "special", config=config)
+    (folder / "configuration_special.py").write_text(CONFIGURATION)
+    (folder / "modeling_special.py").write_text(MODELING)
+
+    with pytest.raises(CheckpointError, match="trust_remote_code"):
+        from_pretrained(folder)
+    expected = tiny_transformers.reference(checkpoint_folder("llama"), "llama")
+    tokens = FAMILIES["llama"].inputs()
+    for device_map in ("cpu", {"": "disk"}):
+        model = from_pretrained(folder, trust_remote_code=True, device_map=device_map)
+        assert type(model).__name__ == "SpecialForCausalLM"
+        with torch.inference_mode():
+            assert torch.equal(model(**tokens).logits, expected(**tokens).logits + torch.linspace(0, 1, 96))

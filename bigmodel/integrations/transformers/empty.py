@@ -174,6 +174,5 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
         wide = tensor.detach().to(torch.float32)
         if isinstance(tensor, nn.Parameter):
             wide = nn.Parameter(wide, requires_grad=tensor.requires_grad)
-        wide._is_hf_initialized = True
         for alias in names:
             set_tensor(model, alias, wide)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...modules import get_non_persistent_buffers, named_module_tensors, owner_of
+from ...modules import get_non_persistent_buffers, named_module_tensors, owner_of, tensor_aliases
 
 __all__ = ["compute_buffers", "initialize_missing", "set_tensor"]
 
@@ -24,7 +24,7 @@ def compute_buffers(model: nn.Module) -> list[str]:
     constructor.
     """
     names = [name for name, buffer in _computed_buffers(model) if buffer.is_meta]
-    _mark(tensor for _, tensor in named_module_tensors(model, recurse=True))
+    finished = [tensor for name, tensor in named_module_tensors(model, recurse=True) if name not in names]
     fresh: dict[int, torch.Tensor] = {}
     for name in names:
         buffer = model.get_buffer(name)
@@ -32,7 +32,7 @@ def compute_buffers(model: nn.Module) -> list[str]:
             fresh[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
             _bytes(fresh[id(buffer)]).fill_(_UNTOUCHED_BYTE)
         set_tensor(model, name, fresh[id(buffer)])
-    _run_initialization(model)
+    _run_initialization(model, finished)
     untouched = [name for name in names if _is_untouched(model.get_buffer(name))]
     return untouched + _plain_tensors_on_meta(model)
 
@@ -42,13 +42,19 @@ def initialize_missing(model: nn.Module, names: Collection[str]) -> None:
 
     Draws from torch's global generator in the order in which transformers does.
     """
-    _mark(tensor for _, tensor in named_module_tensors(model, recurse=True))
-    for name in names:
-        old = model.get_parameter(name) if _is_parameter(model, name) else model.get_buffer(name)
-        fresh = torch.empty(old.shape, dtype=old.dtype)
-        set_tensor(model, name, nn.Parameter(fresh, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else fresh)
-    _run_initialization(model)
-    _mark(tensor for _, tensor in named_module_tensors(model, recurse=True))
+    fresh: dict[int, torch.Tensor] = {}
+    for aliases in tensor_aliases(model, include_buffers=True).values():
+        if not set(aliases) & set(names):
+            continue
+        owner, attribute = owner_of(model, aliases[0])
+        old = getattr(owner, attribute)
+        new = torch.empty(old.shape, dtype=old.dtype)
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=old.requires_grad)
+        fresh[id(new)] = new
+        for alias in aliases:
+            set_tensor(model, alias, new)
+    _run_initialization(model, [tensor for _, tensor in named_module_tensors(model, recurse=True) if id(tensor) not in fresh])
 
 
 def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -58,26 +64,23 @@ def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     registry[attribute] = tensor
 
 
-def _is_parameter(model: nn.Module, name: str) -> bool:
-    owner, attribute = owner_of(model, name)
-    return attribute in owner._parameters
-
-
 def _computed_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     computed = get_non_persistent_buffers(model, recurse=True, fqns=True)
     return [(name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name in computed]
 
 
-def _run_initialization(model: Any) -> None:
-    """The model's own initialization, of everything that is not marked; modules lose the mark that keeps them from being visited."""
+def _run_initialization(model: Any, finished: Sequence[torch.Tensor]) -> None:
+    """The model's own initialization, of everything but the tensors that are finished: transformers asks each for a mark."""
     for module in model.modules():
         module.__dict__.pop("_is_hf_initialized", None)
-    model.initialize_weights()
-
-
-def _mark(tensors: Iterable[torch.Tensor]) -> None:
-    for tensor in tensors:
+    for tensor in finished:
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    try:
+        model.initialize_weights()
+    finally:
+        # From now on the modules carry the mark. A parameter without attributes is cheaper to swap at every forward.
+        for tensor in finished:
+            del tensor._is_hf_initialized  # type: ignore[attr-defined]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
