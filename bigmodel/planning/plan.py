@@ -17,7 +17,7 @@ from .items import Inventory, Unit, find_items, join_tied
 from .memory import measured_budgets, parse_budgets
 from .sizes import DtypeLike, tensor_bytes_rule
 from .solver import Assignment, assign, ring_bytes
-from .table import bytes_text, render
+from .table import bytes_text, device_text, render
 
 __all__ = ["DeviceUse", "Plan", "plan"]
 
@@ -230,7 +230,7 @@ def _described(
         total_bytes=inventory.total_bytes,
         moved_bytes=assignment.moved_bytes,
         ring_slots=assignment.slots,
-        binding=f"memory of device {main!r}" if stored_bytes else "",
+        binding=f"memory of {device_text(main)}" if stored_bytes else "",
         short_bytes=max(0, stored_bytes - (use.left_bytes or 0) - use.reserve_bytes) if stored_bytes else 0,
         offload_buffers=offload_buffers,
         blocks=tuple(inventory.blocks),

@@ -16,7 +16,7 @@ from ..constants import GiB, KiB, MiB
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["bytes_text", "names_text", "render"]
+__all__ = ["bytes_text", "device_text", "names_text", "render"]
 
 WIDTH = 100
 BAR_WIDTH = 24
@@ -52,7 +52,7 @@ def names_text(names: Iterable[str]) -> str:
 def render(plan: Plan) -> str:
     """The plan as text, 100 columns wide."""
     table = Table(
-        title=f"{plan.model}: {bytes_text(plan.total_bytes)}, runs on {_device_text(plan.main_device)}",
+        title=f"{plan.model}: {bytes_text(plan.total_bytes)}, runs on {device_text(plan.main_device)}",
         title_justify="left",
         title_style="",
         box=box.SIMPLE_HEAD,
@@ -67,7 +67,7 @@ def render(plan: Plan) -> str:
     contents.add_column()
     for use in plan.devices:
         table.add_row(
-            _device_text(use.device),
+            device_text(use.device),
             bytes_text(use.budget_bytes),
             _figure(use.resident_bytes + use.staying_bytes),
             _figure(use.offloaded_bytes),
@@ -76,7 +76,7 @@ def render(plan: Plan) -> str:
             _bar(use.used_bytes, use.budget_bytes),
         )
         if use.contents:
-            contents.add_row(f" {_device_text(use.device)}", names_text(use.contents))
+            contents.add_row(f" {device_text(use.device)}", names_text(use.contents))
     text = io.StringIO()
     Console(file=text, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False).print(table, contents, sep="\n")
     lines = [line.rstrip() for line in text.getvalue().rstrip().splitlines()]
@@ -88,7 +88,7 @@ def _reasons(plan: Plan) -> list[str]:
         reasons = [f"Everything stays on {_all_compute(plan)}: nothing has to move."]
     else:
         ring = {2: "while one group computes the next one is copied", 1: "one group at a time"}.get(plan.ring_slots)
-        moved = f"{bytes_text(plan.moved_bytes)} move to {_device_text(plan.main_device)} in every step"
+        moved = f"{bytes_text(plan.moved_bytes)} move to {device_text(plan.main_device)} in every step"
         reasons = [
             f"{moved}{f', {ring}' if ring else ''}.",
             f"What binds: the {plan.binding}. With {bytes_text(plan.short_bytes)} more there, everything would stay.",
@@ -97,10 +97,11 @@ def _reasons(plan: Plan) -> list[str]:
 
 
 def _all_compute(plan: Plan) -> str:
-    return ", ".join(_device_text(use.device) for use in plan.devices if use.resident_bytes)
+    return ", ".join(device_text(use.device) for use in plan.devices if use.resident_bytes)
 
 
-def _device_text(device: int | str) -> str:
+def device_text(device: int | str) -> str:
+    """`"device 0"`, `"cpu"`, `"disk"`."""
     return f"device {device}" if isinstance(device, int) else device
 
 

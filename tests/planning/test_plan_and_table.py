@@ -107,6 +107,7 @@ def test_without_accelerators_the_cpu_computes():
     assert made.main_device == "cpu"
     assert use(made, "cpu").reserve_bytes == 2 * BLOCK
     assert set(made.device_map.values()) == {"cpu", "disk"}
+    assert made.binding == "memory of cpu"
     assert use(made, "disk").budget_bytes is None
 
 
