@@ -307,7 +307,7 @@ class Placing:
     """Where offloaded modules run."""
     offload_buffers: bool
     ring_bytes: int | None = None
-    """Room for groups that pass through, where the plan could not keep the usual two."""
+    """Room for groups that pass through, where a plan kept it; without one, dispatch takes room for two."""
 
 
 def find_placing(
@@ -340,7 +340,7 @@ def find_placing(
             dict(device_map.device_map),
             as_device(device_map.main_device),
             device_map.offload_buffers,
-            main.reserve_bytes if device_map.ring_slots == 1 else None,
+            main.reserve_bytes or None,
         )
     elif isinstance(device_map, Mapping):
         check_device_map(model, dict(device_map))

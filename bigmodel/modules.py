@@ -14,6 +14,7 @@ __all__ = [
     "get_non_persistent_buffers",
     "named_module_tensors",
     "owner_of",
+    "row_tables",
     "tensor_aliases",
 ]
 
@@ -114,3 +115,25 @@ def _are_layers(modules: list[nn.Module]) -> bool:
         return False
     inner = tuple(f"{block}." for block in _repeated_children(modules[layouts.index(layout)], "")[0])
     return any(not name.startswith(inner) for name, _ in layout)
+
+
+def row_tables(model: nn.Module) -> set[int]:
+    """Identities (`id`) of the embedding tables of which a forward reads only the rows that are looked up.
+
+    These are the weights of `nn.Embedding`s that nothing else uses. With `max_norm` the forward rewrites the weight in place, which needs
+    the whole of it; so do sparse gradients and packed tables.
+    """
+    modules = list(model.modules())
+    tables = {
+        id(module.weight)
+        for module in modules
+        if isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse and module.weight.is_floating_point()
+    }
+    if not tables:
+        return tables
+    uses: dict[int, int] = {}
+    for module in modules:
+        for parameter in module._parameters.values():
+            if id(parameter) in tables:
+                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    return {table for table in tables if uses[table] == 1}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from bigmodel.modules import find_blocks, find_tied_parameters, get_non_persistent_buffers, named_module_tensors, tensor_aliases
+from bigmodel.modules import find_blocks, find_tied_parameters, get_non_persistent_buffers, named_module_tensors, row_tables, tensor_aliases
 
 
 class Expert(nn.Module):
@@ -101,3 +101,11 @@ def test_tensors_come_with_names_parameters_first():
     ]
     assert "scratch" not in dict(named_module_tensors(norm, remove_non_persistent=True))
     assert get_non_persistent_buffers(nn.Sequential(norm), recurse=True, fqns=True) == {"0.scratch"}
+
+
+def test_row_tables_are_untied_embeddings_without_a_norm_limit():
+    model = nn.Module()
+    model.free, model.tied, model.limited = nn.Embedding(3, 2), nn.Embedding(3, 2), nn.Embedding(3, 2, max_norm=1.0)
+    model.head = nn.Linear(2, 3, bias=False)
+    model.head.weight = model.tied.weight
+    assert row_tables(model) == {id(model.free.weight)}

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..constants import GROUP_ALIGNMENT_BYTES
 from ..errors import PlanError
-from ..modules import find_blocks
+from ..modules import find_blocks, row_tables
 from .sizes import TensorBytes
 
 __all__ = ["Inventory", "Item", "Unit", "find_items", "join_tied"]
@@ -24,8 +24,6 @@ class Item:
     tensors: tuple[int, ...]
     """Identities of its distinct tensors, in order."""
     is_block: bool
-    reads_rows_only: bool
-    """An embedding: a step reads the rows that are looked up, not the table."""
     entries: tuple[str, ...]
     """The names that stand for it in a device map: its own, or those of the tensors."""
 
@@ -60,6 +58,8 @@ class Inventory:
     buffers: dict[int, bool] = field(default_factory=dict)
     """The tensors that are buffers: whether they are part of the state dict."""
     blocks: list[str] = field(default_factory=list)
+    row_tables: set[int] = field(default_factory=set)
+    """Embedding tables of which a step reads the rows that are looked up: they do not travel."""
 
     @property
     def total_bytes(self) -> int:
@@ -72,7 +72,7 @@ def find_items(model: nn.Module, rule: TensorBytes, no_split_module_classes: str
 
     Raises `PlanError` for a model without tensors.
     """
-    inventory = Inventory(blocks=find_blocks(model, no_split_module_classes))
+    inventory = Inventory(blocks=find_blocks(model, no_split_module_classes), row_tables=row_tables(model))
     blocks = set(inventory.blocks)
     stack: list[tuple[str, nn.Module]] = [("", model)]
     while stack:
@@ -81,11 +81,11 @@ def find_items(model: nn.Module, rule: TensorBytes, no_split_module_classes: str
         if is_block or not module._modules:
             tensors = list(_tensors_below(module, name))
             if tensors:
-                _add(inventory, name, tensors, rule, is_block=is_block, rows_only=_reads_rows_only(module))
+                _add(inventory, name, tensors, rule, is_block=is_block)
             continue
         own = list(_own_tensors(module, name))
         if own:
-            _add(inventory, own[0][0], own, rule, is_block=False, rows_only=False, entries=tuple(tensor_name for tensor_name, _, _ in own))
+            _add(inventory, own[0][0], own, rule, is_block=False, entries=tuple(tensor_name for tensor_name, _, _ in own))
         stack += reversed([(_join(name, key), child) for key, child in module._modules.items() if child is not None])
     if not inventory.items:
         raise PlanError(f"{type(model).__name__} has no parameters and no buffers: there is nothing to place.")
@@ -114,11 +114,6 @@ def _tensors_below(module: nn.Module, name: str) -> Iterator[tuple[str, torch.Te
         stack += [(_join(path, key), child) for key, child in current._modules.items() if child is not None]
 
 
-def _reads_rows_only(module: nn.Module) -> bool:
-    # With max_norm the forward rewrites the weight in place, which needs the whole of it; so do sparse gradients and packed tables.
-    return isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse and module.weight.is_floating_point()
-
-
 def _add(
     inventory: Inventory,
     name: str,
@@ -126,7 +121,6 @@ def _add(
     rule: TensorBytes,
     *,
     is_block: bool,
-    rows_only: bool,
     entries: tuple[str, ...] = (),
 ) -> None:
     keys: dict[int, None] = {}
@@ -137,7 +131,7 @@ def _add(
             inventory.nbytes[key] = rule(tensor_name, tensor)
             if persistent is not None:
                 inventory.buffers[key] = persistent
-    inventory.items.append(Item(name, tuple(keys), is_block, rows_only, entries or (name,)))
+    inventory.items.append(Item(name, tuple(keys), is_block, entries or (name,)))
 
 
 def join_tied(
@@ -178,8 +172,7 @@ def _unit(items: tuple[Item, ...], inventory: Inventory, offload_buffers: bool, 
     distinct = items[0].tensors if len(items) == 1 else tuple(dict.fromkeys(key for item in items for key in item.tensors))
     total_bytes = sum(nbytes[key] for key in distinct)
     staying_bytes = sum(nbytes[key] for key in distinct if stays(key))
-    if len(items) == 1 and items[0].reads_rows_only and not whole_embeddings:
-        return Unit(items, total_bytes, staying_bytes, moved_bytes=0, slot_bytes=())
-    travelling = [[nbytes[key] for key in item.tensors if not stays(key)] for item in items]
+    at_rest = set() if whole_embeddings else inventory.row_tables
+    travelling = [[nbytes[key] for key in item.tensors if not stays(key) and key not in at_rest] for item in items]
     slots = sorted((sum(-(-size // alignment) * alignment for size in sizes) for sizes in travelling if sum(sizes)), reverse=True)
     return Unit(items, total_bytes, staying_bytes, sum(map(sum, travelling)), tuple(slots[:2]))

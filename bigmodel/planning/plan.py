@@ -179,7 +179,9 @@ def _passage_notes(units: Sequence[Unit], assignment: Assignment, budgets: Mappi
         notes.append(
             f"max_memory gives nothing for 'cpu', where this plan runs: it takes up to {bytes_text(ring_bytes(units, 2))} of RAM there."
         )
-    if assignment.slots == 1 and ring_bytes(units, 2) > ring_bytes(units, 1):
+    stores = {"disk"} if assignment.main == "cpu" else {"cpu", "disk"}
+    passing = [unit for unit, place in zip(units, assignment.places, strict=True) if place in stores]
+    if assignment.slots == 1 and ring_bytes(passing, 2) > ring_bytes(passing, 1):
         notes.append(
             "Room for one group at a time: copies and arithmetic take turns. Some more memory on the main device lets them overlap."
         )

@@ -17,9 +17,7 @@ checked = settings(max_examples=120, deadline=None, derandomize=True, database=N
 
 
 def unit(nbytes: int, *, staying: int = 0, rows_only: bool = False, uses: int = 1) -> Unit:
-    items = tuple(
-        Item(f"m{nbytes}.{use}", (), is_block=True, reads_rows_only=rows_only, entries=(f"m{nbytes}.{use}",)) for use in range(uses)
-    )
+    items = tuple(Item(f"m{nbytes}.{use}", (), is_block=True, entries=(f"m{nbytes}.{use}",)) for use in range(uses))
     moving = nbytes - staying
     if rows_only or not moving:
         return Unit(items, nbytes, staying, 0, ())
