@@ -143,12 +143,15 @@ class AlignDevicesHook(ModelHook):
         self._schedule = schedule
         self._ties = ties
 
-    def prepare(self, schedule: Schedule, groups: Sequence[Group], at_rest: Sequence[Group] = (), *, module: nn.Module) -> None:
-        """Makes this the hook of weights that were taken out already: `groups` come for each forward, those `at_rest` only when read."""
+    def prepare(self, schedule: Schedule, groups: Sequence[Group], at_rest: Sequence[Group], module: nn.Module, path: str) -> None:
+        """Makes this the hook of weights that were taken out already: `groups` come for each forward, those `at_rest` only when read.
+
+        `path` is the name of `module` in the model.
+        """
         self._schedule = schedule
         self._groups = list(groups)
         self._at_rest = list(at_rest)
-        self.weights_map = WeightsMap(module)
+        self.weights_map = WeightsMap(module, path)
         self._prepared = True
 
     def init_hook(self, module: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from ..device_map import normalized
 from ..devices import DeviceKey
 from ..errors import DispatchError
 from ..protocols import Store
-from .cut import Cut, Registered, cut, distinct_owners, registered_tensors
+from .cut import Cut, Registered, cut, distinct_owners, registered_tensors, runs_itself
 from .dispatch_hook import DispatchHook
 from .facade import put_on_facade, take_off_facade
 from .group import Group, Owner
@@ -259,6 +259,10 @@ def _hook(plan: Cut, groups: dict[str, list[Group]], state: Dispatched, *, skip_
             # Outside the blocks anything may be given what a block on another device has put out.
             if devices_at[_hooked_above(path, devices_at)] != device or (moves and not plan.within_unit(path)):
                 devices_at.setdefault(name, device)
+    # Libraries look for hooks on the modules around the blocks too (the encoder of an encoder-decoder), and call these by themselves.
+    for above in [above for name in devices_at for above in _ancestors(name)]:
+        if above not in devices_at and runs_itself(plan.model.get_submodule(above)):
+            devices_at[above] = plan.runs(above)
     for name in sorted(devices_at, key=lambda each: (each.count("."), each)):
         module = plan.model.get_submodule(name)
         device = devices_at[name]
@@ -280,12 +284,18 @@ def _hook(plan: Cut, groups: dict[str, list[Group]], state: Dispatched, *, skip_
             tied_params_map={},
         )
         at_rest = [group for group in of_unit if plan.by_rows(name) and all(isinstance(slot.resting, LazyTensor) for slot in group.slots)]
-        hook.prepare(state.schedule, [group for group in of_unit if group not in at_rest], at_rest, module=module)
+        hook.prepare(state.schedule, [group for group in of_unit if group not in at_rest], at_rest, module, name)
         add_hook_to_module(module, hook, append=True)
         state.hooked.append(module)
     for module in state.hooked:
         hooks = [hook for hook in hooks_of(module) if isinstance(hook, DispatchHook)]
         hooks[-1].watch(module)
+
+
+def _ancestors(name: str) -> list[str]:
+    """The names of the modules around the module `name`, the root left out."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def _hooked_above(name: str, hooked: Collection[str]) -> str:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from .lazy import HANDLERS, METADATA, LazyTensor
 from .origin import CPU, Origin
+from .views import View, view_of
 
 __all__ = ["fill_tables"]
 
@@ -71,7 +72,8 @@ def _on_cpu(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _contiguous(func: Any, args: Any, kwargs: Any) -> Any:
     memory_format = kwargs.get("memory_format", args[1] if len(args) > 1 else torch.contiguous_format)
-    return args[0] if memory_format in (torch.contiguous_format, torch.preserve_format) else NotImplemented
+    is_so = args[0].is_contiguous() and memory_format in (torch.contiguous_format, torch.preserve_format)
+    return args[0] if is_so else NotImplemented
 
 
 def _copy_(func: Any, args: Any, kwargs: Any) -> Any:
@@ -115,7 +117,7 @@ def _embedding(
     if group is not None and group.in_use:
         return NotImplemented
     store, _ = table.origin.source
-    if not store.spec(table.origin.name).dtype.is_floating_point:
+    if isinstance(table.origin, View) or not store.spec(table.origin.name).dtype.is_floating_point:
         return NotImplemented
     rows, inverse = torch.unique(ids, return_inverse=True)
     rows = rows.to(CPU, torch.int64)
@@ -194,8 +196,19 @@ _HANDLED: dict[Any, Callable[[Any, Any, Any], Any]] = {
     ),
 }
 
+_VIEWS = (
+    _methods(
+        _T,
+        "view", "t", "transpose", "permute", "squeeze", "unsqueeze", "flatten", "unflatten", "narrow", "select", "reshape", "expand",
+        "movedim", "swapaxes", "diagonal", "__getitem__",
+    )
+    | _methods(torch, "t", "transpose", "permute", "squeeze", "unsqueeze", "flatten", "narrow", "select", "reshape", "movedim", "swapaxes")
+    | _getters("T", "mT")
+)  # fmt: skip
+
 
 def fill_tables() -> None:
     """Makes lazy tensors know these functions."""
     METADATA.update(_METADATA_FUNCTIONS)
+    HANDLERS.update(dict.fromkeys(_VIEWS, view_of))
     HANDLERS.update(_HANDLED)

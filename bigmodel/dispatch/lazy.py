@@ -33,17 +33,18 @@ class LazyTensor(torch.Tensor):
     origin: Origin
 
     @staticmethod
-    def _make(cls: type[LazyTensor], origin: Origin, requires_grad: bool = False) -> Any:
+    def _make(cls: type[LazyTensor], origin: Origin, requires_grad: bool = False, stand_in: torch.Tensor | None = None) -> Any:
         with torch.inference_mode(False):
-            stand_in = torch.empty(origin.shape, dtype=origin.dtype, device="meta")
+            if stand_in is None:
+                stand_in = torch.empty(origin.shape, dtype=origin.dtype, device="meta")
             made: Any = torch.Tensor._make_subclass(cls, stand_in, requires_grad)
         made.origin = origin
         return made
 
     @classmethod
-    def of(cls, origin: Origin, requires_grad: bool = False) -> Any:
-        """The placeholder for what rests at `origin`."""
-        return LazyTensor._make(cls, origin, requires_grad)
+    def of(cls, origin: Origin, requires_grad: bool = False, *, stand_in: torch.Tensor | None = None) -> Any:
+        """The placeholder for what rests at `origin`; `stand_in` is a meta tensor of its shape, where the strides are not contiguous."""
+        return LazyTensor._make(cls, origin, requires_grad, stand_in)
 
     def adopt(self, origin: Origin) -> None:
         """Stands for the values at `origin` from now on (shape and dtype may differ), in the same object."""
@@ -106,9 +107,10 @@ class _Substitution:
             return known[1]
         if lazy.requires_grad and torch.is_grad_enabled():
             origin.tally.no_gradient(origin.label)
-        group = origin.group() if origin.group is not None else None
-        held = None if group is None else group.hold(origin)
-        if held is None:
+        in_group = origin.held_in_group()
+        if in_group is not None:
+            group, held = in_group
+        else:
             group = None
             held = origin.fetch()
             if lazy.requires_grad and not torch.is_grad_enabled():

@@ -151,11 +151,12 @@ class WeightsMap(Mapping[str, torch.Tensor]):
     Libraries find it as `module._hf_hook.weights_map`. A tensor that rests in RAM is given as it is, without a copy.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, path: str = "") -> None:
         self._module = weakref.ref(module)
+        self._path = f"{path}." if path else ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightsMap:
-        return WeightsMap(deepcopy(self.module, memo))
+        return WeightsMap(deepcopy(self.module, memo), self._path[:-1])
 
     @property
     def module(self) -> nn.Module:
@@ -166,6 +167,17 @@ class WeightsMap(Mapping[str, torch.Tensor]):
         return module
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        try:
+            return self._value(name)
+        except KeyError:
+            # transformers makes the relative name by removing the module's path wherever it occurs: "embeddings.word_embeddings.weight"
+            # becomes "word_weight".
+            for own in self if self._path else ():
+                if (self._path + own).replace(self._path, "") == name:
+                    return self._value(own)
+            raise
+
+    def _value(self, name: str) -> torch.Tensor:
         try:
             owner, attribute = owner_of(self.module, name)
         except AttributeError:

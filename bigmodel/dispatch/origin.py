@@ -121,6 +121,12 @@ class Origin:
         """Whether other origins read the same bytes, so that nobody may change them in place."""
         return self._shared or len(self._copies) > 0
 
+    def held_in_group(self) -> tuple[Group, torch.Tensor] | None:
+        """The real tensor and its group, if that is on the device now; the caller calls `exit` on the group when it is done."""
+        group = self.group() if self.group is not None else None
+        held = None if group is None else group.hold(self)
+        return None if group is None or held is None else (group, held)
+
     def lender(self) -> Callable[[str], torch.Tensor] | None:
         """What gives the resting tensor itself, where it lies in RAM as it is to be read; None where reading has to copy.
 

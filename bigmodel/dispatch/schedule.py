@@ -24,8 +24,9 @@ _LOOK_AHEAD = 8
 class Schedule:
     """The pools and the order of the groups of one dispatched model.
 
-    The successor of a group is looked up by the last two groups of the same thread, so that a block that runs twice in one forward, with
-    different successors, is predicted right (by the last one alone as long as the pair is new); the last group of a forward is followed by the first group of the next one.
+    The successor of a group is looked up by the last two groups of the same thread (by the last one alone while the pair is new), so that
+    a block that runs twice in one forward, with different successors, is predicted right. The last group of a forward is followed by the
+    first one of the next.
     """
 
     def __init__(self, *, prefetch: bool = True, ring_bytes: int | None = None) -> None:
