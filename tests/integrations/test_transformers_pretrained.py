@@ -225,11 +225,46 @@ def test_a_plain_model_goes_away_with_its_last_reference(checkpoint_folder):
         gc.enable()
 
 
-def test_saving_in_small_shards(tmp_path, checkpoint_folder):
+@pytest.mark.parametrize("name", ["mixtral", "nomic_bert", "t5"])
+def test_an_offloaded_model_is_saved_whatever_the_shards_are(name, tmp_path, checkpoint_folder):
+    folder = checkpoint_folder(name)
+    model = from_pretrained(folder, device_map={"": "disk"})
+    model.save_pretrained(tmp_path, max_shard_size=6000)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 10
+    assert_same_weights(from_pretrained(tmp_path, device_map="cpu", strict=True), tiny_transformers.reference(folder, name))
+    assert_same_weights(tiny_transformers.reference(tmp_path, name), tiny_transformers.reference(folder, name))
+
+    model.save_pretrained(tmp_path)
+    assert [file.name for file in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
+    assert names_in(tmp_path) == names_in(save_of(folder, name, tmp_path.with_name("usual")))
+    assert_same_weights(tiny_transformers.reference(tmp_path, name), tiny_transformers.reference(folder, name))
+
+
+def names_in(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()}
+
+
+def save_of(folder: Path, name: str, target: Path) -> Path:
+    tiny_transformers.reference(folder, name).save_pretrained(target)
+    return target
+
+
+def test_an_offloaded_model_can_be_saved_as_it_is_in_memory(tmp_path, checkpoint_folder):
     folder = checkpoint_folder("mixtral")
-    from_pretrained(folder, device_map={"": "disk"}).save_pretrained(tmp_path, max_shard_size="40KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 3
-    assert_same_weights(from_pretrained(tmp_path, device_map="cpu"), tiny_transformers.reference(folder, "mixtral"))
+    from_pretrained(folder, device_map={"": "disk"}).save_pretrained(tmp_path, save_original_format=False)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(tmp_path / "model.safetensors")
+    assert_same_weights(tiny_transformers.reference(tmp_path, "mixtral"), tiny_transformers.reference(folder, "mixtral"))
+
+
+def test_a_failed_save_leaves_what_was_there(tmp_path, checkpoint_folder):
+    folder = shutil.copytree(checkpoint_folder("mixtral"), tmp_path / "copy")
+    model = from_pretrained(folder, device_map={"": "disk"})
+    target = save_of(checkpoint_folder("llama"), "llama", tmp_path / "target")
+    before = {file.name: file.read_bytes() for file in target.iterdir()}
+    next(iter(folder.glob("*.safetensors"))).write_bytes(b"")
+    with pytest.raises(CheckpointError):
+        model.save_pretrained(target)
+    assert {file.name: file.read_bytes() for file in target.iterdir()} == before
 
 
 def copied(folder: Path, target: Path, change: Any = None, config: dict[str, Any] | None = None) -> Path:

@@ -1,25 +1,36 @@
-"""`save_pretrained` of a model with offloaded weights: transformers' own, which fetches them shard by shard."""
+"""`save_pretrained` of a model with offloaded weights: tensor by tensor from where they rest, under the names they were loaded from."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import os
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from ...dispatch import LazyTensor
+from ...dispatch import LazyTensor, get_parameter
+from ...loading import save_model
+from ...planning import convert_file_size_to_int
+from .package import transformers_module
+from .unconvert import Unconverted
 
 __all__ = ["SavePretrained"]
 
+_DEFAULT_SHARD_SIZE = "50GB"
+"""As in transformers."""
+
 
 class SavePretrained:
-    """The method `save_pretrained` of one model, which tells transformers what is offloaded and what is not.
+    """The method `save_pretrained` of one model.
 
-    Does not keep the model alive; belongs to the copy in a deep copy.
+    transformers' own holds a whole shard in memory (50 GB by default), and cannot undo a conversion whose tensors lie in two shards. This
+    one holds what one conversion needs. Does not keep the model alive; belongs to the copy in a deep copy.
     """
 
     def __init__(self, model: Any) -> None:
@@ -31,20 +42,56 @@ class SavePretrained:
     def __call__(
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, state_dict: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """See `transformers.PreTrainedModel.save_pretrained`, which this calls."""
+        """See `transformers.PreTrainedModel.save_pretrained`. All files appear together when they are complete."""
         model = self._model()
         offloaded = any(isinstance(tensor, LazyTensor) for tensor in (*model.parameters(), *model.buffers()))
-        if state_dict is None:
-            state_dict = {name: _stand_in(tensor) for name, tensor in model.state_dict().items()}
         # A map that names the CPU or the disk makes transformers convert shard by shard, which is for offloaded weights alone.
         with contextlib.nullcontext() if offloaded else _without_map(model):
-            return type(model).save_pretrained(model, save_directory, is_main_process, state_dict, *args, **kwargs)
+            simple = is_main_process and state_dict is None and not args and set(kwargs) <= {"max_shard_size", "save_original_format"}
+            if not (offloaded and simple) or getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "hf_quantizer", None):
+                if state_dict is None:
+                    state_dict = _stand_ins(model)
+                return type(model).save_pretrained(model, save_directory, is_main_process, state_dict, *args, **kwargs)
+            return _save(model, Path(save_directory), **kwargs)
 
 
-def _stand_in(tensor: Any) -> Any:
-    """To find ties transformers asks for addresses, for which a placeholder would fetch its values. A tensor on meta has none: it is
-    compared by the parameter that it stands for, and fetched through the hook of its module when it is written."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if isinstance(tensor, LazyTensor) else tensor
+def _save(model: Any, folder: Path, max_shard_size: int | str = _DEFAULT_SHARD_SIZE, save_original_format: bool = True) -> None:
+    state = _stand_ins(model)
+    for name in model._keys_to_ignore_on_save or ():
+        state.pop(name, None)
+    state = transformers_module("modeling_utils").remove_tied_weights_from_state_dict(state, model)
+    saved = Unconverted(model, state, lambda name: get_parameter(model, name), convert=save_original_format)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as beside:
+        # The configuration, the generation configuration and code that came with the model; no weights.
+        type(model).save_pretrained(model, beside, state_dict={})
+        save_model(_Names(saved.tensors), folder, convert_file_size_to_int(max_shard_size), fetch=saved.fetch)
+        for file in Path(beside).iterdir():
+            if not file.name.startswith("model"):
+                os.replace(file, folder / file.name)
+
+
+class _Names(nn.Module):
+    """Stands for a model of which only names, shapes and dtypes are asked."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return dict(self._tensors)
+
+
+def _stand_ins(model: Any) -> dict[str, Any]:
+    """The state dict with tensors on meta for what is offloaded.
+
+    To find ties transformers asks for addresses, for which a placeholder would fetch its values. A tensor on meta has none: it is compared
+    by the parameter that it stands for, and fetched through the hook of its module when it is written.
+    """
+    return {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if isinstance(tensor, LazyTensor) else tensor
+        for name, tensor in model.state_dict().items()
+    }
 
 
 @contextlib.contextmanager
