@@ -814,3 +814,48 @@ def test_mapping_store_is_not_written_to(execution_device):
         model.layers[0].up.weight.zero_()
     assert not torch.equal(run(model, ids), expected)
     assert all(torch.equal(tensors[name], kept[name]) for name in kept)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiles_without_a_break_where_nothing_moves():
+    model, ids, expected = tiny()
+    dispatch(model, {"": "cpu"}, main_device=CPU)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(ids), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_blocks_of_an_offloaded_model(tmp_path):
+    model, ids, expected = tiny()
+    on_disk(model, tmp_path)
+    for layer in model.layers:
+        layer._old_forward = torch.compile(layer._old_forward, backend="eager")
+    torch._dynamo.utils.counters.clear()
+    for _ in range(4):
+        assert torch.equal(run(model, ids), expected)
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for _ in range(3):
+        assert torch.equal(run(model, ids), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiling_the_whole_offloaded_model_is_right(tmp_path):
+    model, ids, expected = tiny()
+    on_disk(model, tmp_path)
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        assert torch.equal(run(compiled, ids), expected)
+
+
+def test_names_as_transformers_shortens_them(tmp_path):
+    model = nn.Module()
+    model.embeddings = nn.MultiheadAttention(4, 2)
+    model.embeddings.out_embeddings = nn.Linear(4, 4)
+    expected = values(model)
+    on_disk(model, tmp_path)
+    weights = model.embeddings._hf_hook.weights_map
+    assert torch.equal(weights["out_weight"], expected["embeddings.out_embeddings.weight"])
+    with pytest.raises(KeyError):
+        weights["nothing"]
