@@ -5,6 +5,7 @@ Start reading at `load_and_dispatch`; the other functions are ways into it, or i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,8 @@ __all__ = [
 
 DeviceMap = str | int | torch.device | Mapping[str, Any] | Plan
 """Module name → device, one device for everything, a plan, or the name of a way to find one."""
+
+logger = logging.getLogger("bigmodel.big_modeling")  # the name that scripts know this module by
 
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -179,7 +182,7 @@ def load_checkpoint_and_dispatch(
             model, checkpoint, dtype=dtype, strict=strict, full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0
         )
         return model
-    return load_and_dispatch(
+    load_and_dispatch(
         model,
         Checkpoint.open(checkpoint),
         device_map=device_map,
@@ -192,6 +195,9 @@ def load_checkpoint_and_dispatch(
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
     )
+    if isinstance(device_map, Mapping):
+        model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # as the caller wrote it
+    return model
 
 
 def dispatch_model(
@@ -399,8 +405,15 @@ def _dispatch_or_move(
             force_hooks=force_hooks,
             ring_bytes=place.ring_bytes,
         )
+        _tell_of_meta(place)
     model.hf_device_map = dict(place.device_map)  # type: ignore[assignment]  # helper libraries look for it under this name
     return model
+
+
+def _tell_of_meta(place: Placing) -> None:
+    tiers = [tier for tier in ("cpu", "disk") if tier in place.device_map.values() and place.main_device.type != tier]
+    if tiers:
+        logger.warning("Some parameters are on the meta device because they were offloaded to the %s.", " and ".join(tiers))
 
 
 def _offload_everything(

@@ -12,6 +12,7 @@ __all__ = [
     "find_blocks",
     "find_tied_parameters",
     "get_non_persistent_buffers",
+    "id_tensor_storage",
     "named_module_tensors",
     "owner_of",
     "row_tables",
@@ -45,6 +46,12 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
         prefix = f"{path}." if fqns and path else ""
         names |= {prefix + name for name in child._non_persistent_buffers_set}
     return names
+
+
+def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+    """Device, address and bytes of the tensor's storage: equal for tensors that share memory. All of one size on meta are equal too."""
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
 def tensor_aliases(model: nn.Module, *, include_buffers: bool = False) -> dict[str, list[str]]:

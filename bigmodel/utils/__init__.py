@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-from ..constants import (
-    MODEL_NAME,
-    SAFE_MODEL_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    SAFE_WEIGHTS_PATTERN_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    WEIGHTS_PATTERN_NAME,
-)
-from ..devices import clear_device_cache
-from ..dispatch import align_module_device, find_device, has_offloaded_params, is_namedtuple, send_to_device
+from .constants import *  # noqa: F403
+from .constants import __all__ as _constants
+from .memory import *  # noqa: F403
+from .memory import __all__ as _memory
 from .modeling import *  # noqa: F403
 from .modeling import __all__ as _modeling
 from .offload import *  # noqa: F403
 from .offload import __all__ as _offload
+from .operations import *  # noqa: F403
+from .operations import __all__ as _operations
 
-__all__ = [  # noqa: PLE0604, RUF100
-    "MODEL_NAME",
-    "SAFE_MODEL_NAME",
-    "SAFE_WEIGHTS_INDEX_NAME",
-    "SAFE_WEIGHTS_NAME",
-    "SAFE_WEIGHTS_PATTERN_NAME",
-    "WEIGHTS_INDEX_NAME",
-    "WEIGHTS_NAME",
-    "WEIGHTS_PATTERN_NAME",
-    "align_module_device",
-    "clear_device_cache",
-    "find_device",
-    "has_offloaded_params",
-    "is_namedtuple",
-    "send_to_device",
-    *_modeling,
-    *_offload,
-]
+__all__ = [*_constants, *_memory, *_modeling, *_offload, *_operations]  # noqa: PLE0604, RUF100

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..dispatch import align_module_device, has_offloaded_params
 from ..loading import load_checkpoint_in_model, load_offloaded_weights, load_state_dict, set_module_tensor_to_device
-from ..modules import find_tied_parameters, get_non_persistent_buffers, named_module_tensors
+from ..modules import find_tied_parameters, get_non_persistent_buffers, id_tensor_storage, named_module_tensors
 from ..planning import (
     CustomDtype,
     calculate_maximum_sizes,
@@ -28,6 +29,7 @@ from ..planning import (
 
 __all__ = [
     "CustomDtype",
+    "align_module_device",
     "calculate_maximum_sizes",
     "check_device_map",
     "check_device_same",
@@ -46,6 +48,8 @@ __all__ = [
     "get_module_leaves",
     "get_module_size_with_ties",
     "get_non_persistent_buffers",
+    "has_offloaded_params",
+    "id_tensor_storage",
     "infer_auto_device_map",
     "load_checkpoint_in_model",
     "load_offloaded_weights",
