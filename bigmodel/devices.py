@@ -23,6 +23,7 @@ __all__ = [
     "clear_device_cache",
     "current_device",
     "device_memory",
+    "has_streams",
     "on_stream",
     "private_bytes",
     "synchronize",
@@ -187,6 +188,11 @@ def current_device(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.accelerator.set_device_index(before)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether work on the device can be queued on several streams and ordered by events."""
+    return device.type not in ("cpu", "meta", "mps")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..devices import on_stream
+from ..devices import has_streams, on_stream
 
 if TYPE_CHECKING:
     from .group import Group, Reading
@@ -45,7 +45,7 @@ class Buffer:
         """Recorded on compute streams behind the last work that reads it."""
         self.moved_bytes = 0
         """Bytes read into it since its group last asked."""
-        self.stream = torch.accelerator.current_stream(device) if device.type != "cpu" else None
+        self.stream = torch.accelerator.current_stream(device) if has_streams(device) else None
         self._own_references = torch._C._storage_Use_Count(self.storage._cdata)
 
     def held_elsewhere(self) -> bool:
@@ -58,23 +58,19 @@ class _Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._parts: list[tuple[torch.Tensor, torch.Event]] = []
+        self._memory = [_flat(0, torch.device("cpu"))] * 2
+        self._copied: list[torch.Event | None] = [torch.Event(device) if has_streams(device) else None for _ in range(2)]
         self._turn = 0
 
-    def take(self, nbytes: int) -> tuple[torch.Tensor, torch.Event]:
+    def take(self, nbytes: int) -> tuple[torch.Tensor, torch.Event | None]:
+        """Memory to fill, and the event to record behind the copy out of it (None on a device without streams, where copies block)."""
         self._turn ^= 1
-        if len(self._parts) <= 1:
-            self._parts.append((_flat(0, torch.device("cpu")), torch.Event(self._device)))
-            self._turn = len(self._parts) - 1
-        memory, copied = self._parts[self._turn]
-        copied.synchronize()
-        if memory.numel() < nbytes:
-            self._parts[self._turn] = (memory := _flat(nbytes, torch.device("cpu"), pinned=True), copied)
-        return memory[:nbytes], copied
-
-    @property
-    def nbytes(self) -> int:
-        return sum(memory.numel() for memory, _ in self._parts)
+        copied = self._copied[self._turn]
+        if copied is not None:
+            copied.synchronize()
+        if self._memory[self._turn].numel() < nbytes:
+            self._memory[self._turn] = _flat(nbytes, torch.device("cpu"), pinned=copied is not None)
+        return self._memory[self._turn][:nbytes], copied
 
 
 def fill(reading: Reading, buffer: Buffer) -> None:
@@ -122,10 +118,16 @@ class _Reader:
         assert self._staging is not None
         if reading.nbytes > buffer.nbytes:
             return  # its dtype has changed since the buffer was chosen; whoever needs the group will see the old generation
-        if self._stream is None:
+        if self._stream is None and has_streams(self._device):
             self._stream = torch.Stream(self._device)
         staging, copied = self._staging.take(reading.nbytes)
         reading.fill(staging)
+        if self._stream is None or copied is None:
+            with torch.no_grad():
+                buffer.flat[: staging.numel()].copy_(staging)
+            buffer.generation = reading.generation
+            buffer.moved_bytes += reading.nbytes
+            return
         with on_stream(self._stream), torch.no_grad():
             for event in buffer.used:
                 self._stream.wait_event(event)
@@ -156,6 +158,7 @@ class Pool:
         self._idle: dict[Group, tuple[Buffer, Future[None] | None]] = {}
         self._empty: list[Buffer] = []
         self._on_accelerator = device.type != "cpu"
+        self._has_streams = has_streams(device)
         self._reader = _Reader(device)
         weakref.finalize(self, self._reader.end)
 
@@ -211,13 +214,14 @@ class Pool:
             with self._lock:
                 known = self._idle.get(group)
                 if known is not None and (known[1] is not None or known[0].generation == group.generation):
+                    self._idle[group] = self._idle.pop(group)  # to be given up last
                     return True
             buffer = self._acquire(group.nbytes, ahead=True)
             if buffer is None:
                 return False
             with self._lock:
                 stale = self._idle.pop(group, None)
-            self._idle[group] = (buffer, self._submit(group, buffer))
+                self._idle[group] = (buffer, self._submit(group, buffer))
             if stale is not None:
                 self._give_back(stale[0], stale[1])
             return True
@@ -236,7 +240,7 @@ class Pool:
 
     def mark_used(self, buffer: Buffer) -> None:
         """Work that reads `buffer` has been queued on the current stream."""
-        if self._on_accelerator:
+        if self._has_streams:
             stream = torch.accelerator.current_stream(self.device)
             event = torch.Event(self.device)
             event.record(stream)
@@ -277,46 +281,65 @@ class Pool:
     # --- Inside ---
 
     def _acquire(self, nbytes: int, *, ahead: bool) -> Buffer | None:
-        """A buffer of at least `nbytes` that nobody uses; with `ahead` None rather than one whose content was fetched ahead."""
+        """A buffer of at least `nbytes` that nobody uses.
+
+        With `ahead` None, rather than one whose content was fetched ahead, or memory beyond the ring.
+        """
         with self._lock:
             fits = [buffer for buffer in self._empty if buffer.nbytes >= nbytes]
             if fits:
                 buffer = min(fits, key=lambda candidate: candidate.nbytes)
                 self._empty.remove(buffer)
                 return buffer
-            room = self.limit_bytes - self.nbytes
-            if room >= nbytes and len(self._buffers) < max(_BUFFERS, self.limit_bytes // max(self.largest_bytes, 1)):
-                return self._allocate(nbytes)
-            left = [(group, buffer) for group, (buffer, pending) in self._idle.items() if pending is None]
-            if not ahead:
-                # What was fetched ahead for a group that did not come after all.
-                left += [(group, buffer) for group, (buffer, pending) in self._idle.items() if pending is not None and pending.done()]
-            for group, buffer in left:
-                if buffer.nbytes >= nbytes:
+            try:
+                return self._allocate_or_reuse(nbytes, ahead=ahead)
+            except torch.OutOfMemoryError:
+                if ahead:
+                    return None
+                # Something else has taken the device's memory: what is kept for later goes first.
+                for group, _ in self._unused(ahead=False):
                     del self._idle[group]
-                    return buffer
-            # None is large enough: make room by dropping small ones.
-            for small in list(self._empty):
-                self._empty.remove(small)
-                self._buffers.remove(small)
-                if self.limit_bytes - self.nbytes >= nbytes:
-                    return self._allocate(nbytes)
-            for group, buffer in left:
-                del self._idle[group]
-                self._buffers.remove(buffer)
-                if self.limit_bytes - self.nbytes >= nbytes:
-                    return self._allocate(nbytes)
-            if ahead:
-                return None
-            self.overflows += 1
-            buffer = Buffer(nbytes, self.device, overflow=True)
-            self.mark_used(buffer)
-            return buffer
+                self._empty.clear()
+                self._buffers = []
+                return self._allocate(nbytes, overflow=True)
 
-    def _allocate(self, nbytes: int) -> Buffer:
-        buffer = Buffer(nbytes, self.device)
+    def _unused(self, *, ahead: bool) -> list[tuple[Group, Buffer]]:
+        """What lies in buffers without being used or written, what may go first first."""
+        left = [(group, buffer) for group, (buffer, pending) in self._idle.items() if pending is None]
+        if not ahead:
+            # What was fetched ahead for a group that did not come after all.
+            left += [(group, buffer) for group, (buffer, pending) in self._idle.items() if pending is not None and pending.done()]
+        return left
+
+    def _allocate_or_reuse(self, nbytes: int, *, ahead: bool) -> Buffer | None:
+        most = max(_BUFFERS, self.limit_bytes // max(self.largest_bytes, 1))
+        if self.limit_bytes - self.nbytes >= nbytes and len(self._buffers) < most:
+            return self._allocate(nbytes)
+        left = self._unused(ahead=ahead)
+        for group, buffer in left:
+            if buffer.nbytes >= nbytes:
+                del self._idle[group]
+                return buffer
+        # None is large enough: small ones make room.
+        while self._empty or left:
+            if self._empty:
+                small = self._empty.pop()
+            else:
+                group, small = left.pop(0)
+                del self._idle[group]
+            self._buffers.remove(small)
+            if self.limit_bytes - self.nbytes >= nbytes:
+                return self._allocate(nbytes)
+        if ahead:
+            return None
+        self.overflows += 1
+        return self._allocate(nbytes, overflow=True)
+
+    def _allocate(self, nbytes: int, *, overflow: bool = False) -> Buffer:
+        buffer = Buffer(nbytes, self.device, overflow=overflow)
         self.mark_used(buffer)  # the allocator may give memory that work already queued on this stream still uses
-        self._buffers.append(buffer)
+        if not overflow:
+            self._buffers.append(buffer)
         return buffer
 
     def _give_back(self, buffer: Buffer, pending: Future[None] | None) -> None:

@@ -81,7 +81,11 @@ class Schedule:
         """Enters the group and starts fetching the one that is expected next."""
         group.enter()
         if self.prefetch and group.nbytes:
-            self._step(group)
+            try:
+                self._step(group)
+            except BaseException:
+                group.exit()
+                raise
 
     def abort(self) -> None:
         """A forward of this thread failed: what comes next is no successor of what came last."""

@@ -233,3 +233,14 @@ def test_learned_order_is_forgotten_with_the_model(tmp_path):
     state = dispatched(model)
     assert state is not None
     assert len(state.schedule.groups) == 4
+
+
+def test_device_without_streams(tmp_path, accelerators, monkeypatch):
+    import bigmodel.dispatch.pool as pool
+
+    monkeypatch.setattr(pool, "has_streams", lambda device: False)
+    (device,) = accelerators(1)
+    model, ids, expected = tiny()
+    on_disk(model, tmp_path, device)
+    for _ in range(3):
+        assert torch.equal(run(model, ids), expected)
