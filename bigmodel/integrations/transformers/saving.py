@@ -64,7 +64,8 @@ def _save(model: Any, folder: Path, max_shard_size: int | str = _DEFAULT_SHARD_S
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as beside:
         # The configuration, the generation configuration and code that came with the model; no weights.
-        type(model).save_pretrained(model, beside, state_dict={})
+        with _without_map(model):
+            type(model).save_pretrained(model, beside, state_dict={})
         save_model(_Names(saved.tensors), folder, convert_file_size_to_int(max_shard_size), fetch=saved.fetch)
         for file in Path(beside).iterdir():
             if not file.name.startswith("model"):
