@@ -91,22 +91,24 @@ class Reading:
         self.generation = generation
         """The group's generation that it is right for."""
         self.nbytes = 0
-        self._entries: list[tuple[int, int, torch.dtype, torch.Size, Origin]] = []
+        self._entries: list[tuple[int, torch.Size, tuple[int, ...], torch.dtype, Origin]] = []
 
-    def add(self, origin: Origin, shape: torch.Size, dtype: torch.dtype) -> int:
-        """One more tensor; returns its offset in the buffer."""
+    def add(self, origin: Origin, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> int:
+        """One more tensor; returns its offset in the buffer (bytes)."""
         offset = self.nbytes
+        self._entries.append((offset, shape, stride, dtype, origin))
         nbytes = math.prod(shape) * dtype.itemsize
-        self._entries.append((offset, nbytes, dtype, shape, origin))
         self.nbytes += -(-nbytes // GROUP_ALIGNMENT_BYTES) * GROUP_ALIGNMENT_BYTES
         return offset
 
     def fill(self, flat: torch.Tensor) -> None:
         """Fills `flat` (uint8, on CPU, at least `nbytes`). Nothing is locked: threads may do so at once."""
+        storage = flat.untyped_storage()
+        first = flat.storage_offset()
         requests: dict[int, tuple[Store, list[Read]]] = {}
         with torch.no_grad():
-            for offset, nbytes, dtype, shape, origin in self._entries:
-                destination = flat[offset : offset + nbytes].view(dtype).view(shape)
+            for offset, shape, stride, dtype, origin in self._entries:
+                destination = torch.empty(0, dtype=dtype, device="cpu").set_(storage, (first + offset) // dtype.itemsize, shape, stride)
                 request = origin.read_request(destination)
                 if request is None:
                     origin.read(destination)
@@ -226,7 +228,7 @@ class Group:
                 continue
             shape, dtype = resting.shape, resting.dtype
             stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-            places.append(_Place(slot, reading.add(resting.origin, shape, dtype), shape, stride, dtype))
+            places.append(_Place(slot, reading.add(resting.origin, shape, stride, dtype), shape, stride, dtype))
         return _Layout(places, reading, lent, elsewhere)
 
     @property

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..constants import MiB
 from ..devices import has_streams, on_stream
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ __all__ = ["Buffer", "Pool"]
 
 _BUFFERS = 2
 """One computes while the next one is filled."""
+
+_SMALL_BYTES = 8 * MiB
+"""What a ring in RAM may take in any case: groups so small that many fit are then read once. On a device, every byte is the plan's."""
 
 
 def _flat(nbytes: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
@@ -170,7 +174,9 @@ class Pool:
     @property
     def limit_bytes(self) -> int:
         """What the buffers may take together."""
-        return 2 * self.largest_bytes if self.ring_bytes is None else self.ring_bytes
+        if self.ring_bytes is not None:
+            return self.ring_bytes
+        return max(_BUFFERS * self.largest_bytes, 0 if self._on_accelerator else _SMALL_BYTES)
 
     def register(self, nbytes: int) -> None:
         """A group of `nbytes` will pass."""

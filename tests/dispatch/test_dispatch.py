@@ -445,7 +445,7 @@ def test_exception_releases_the_weights(tmp_path, execution_device):
 
 def test_a_failing_read_is_told_and_leaves_the_model_usable(tmp_path):
     model, ids, expected = tiny()
-    store = on_disk(model, tmp_path)
+    store = on_disk(model, tmp_path, ring_bytes=4000)
     run(model, ids)
     broken = store._folder / "layers.2.up.weight.pt"
     content = broken.read_bytes()

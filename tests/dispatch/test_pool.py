@@ -16,6 +16,8 @@ from torch import nn
 from bigmodel.dispatch import dispatch, dispatched, placement
 
 CPU = torch.device("cpu")
+TWO_GROUPS = 2 * (32 * 32 * 4 + 32 * 4)
+"""Bytes of two layers of `chain` with its default width."""
 
 
 def chain(depth: int, width: int = 32) -> nn.Module:
@@ -46,7 +48,7 @@ def test_the_second_forward_finds_everything_on_its_way(tmp_path, execution_devi
     model = chain(6)
     x = torch.randn(2, 32)
     expected = run(model, x)
-    on_disk(model, tmp_path, execution_device)
+    on_disk(model, tmp_path, execution_device, ring_bytes=TWO_GROUPS)
     run(model, x)
     before = {row.name: row.counters.hits for row in placement(model).rows if row.counters is not None}
     assert torch.equal(run(model, x), expected)
@@ -61,7 +63,7 @@ def test_no_prefetch(tmp_path, execution_device, small_groups_too):
     model = chain(6)
     x = torch.randn(2, 32)
     expected = run(model, x)
-    store = on_disk(model, tmp_path, execution_device, prefetch=False)
+    store = on_disk(model, tmp_path, execution_device, prefetch=False, ring_bytes=TWO_GROUPS)
     for _ in range(3):
         assert torch.equal(run(model, x), expected)
     assert all(row.counters.hits == 0 for row in placement(model).rows)
@@ -124,6 +126,16 @@ def test_any_ring_size_is_right(tmp_path, execution_device, small_groups_too, gr
         assert torch.equal(run(model, ids), expected)
 
 
+def test_tiny_groups_on_cpu_are_read_once(tmp_path):
+    model = chain(20)
+    x = torch.randn(2, 32)
+    expected = run(model, x)
+    store = on_disk(model, tmp_path, CPU)
+    for _ in range(3):
+        assert torch.equal(run(model, x), expected)
+    assert len(store.reads) == 40
+
+
 def test_a_ring_that_holds_all_groups_reads_them_once(tmp_path, execution_device):
     model = chain(4)
     x = torch.randn(2, 32)
@@ -157,7 +169,7 @@ def test_transfer_and_compute_overlap_on_cpu(tmp_path, small_groups_too):
         return x
 
     store = Slow(tmp_path, dict(model.state_dict()))
-    dispatch(model, {"": "disk"}, main_device=CPU, store=store)
+    dispatch(model, {"": "disk"}, main_device=CPU, store=store, ring_bytes=1000)
     x = torch.randn(1, 8)
     with torch.no_grad():
         for _ in range(2):
