@@ -108,11 +108,14 @@ def dispatch(
 
 @dataclass(slots=True)
 class _Decision:
-    """Where one tensor goes. `home` is the device where it is resident, or None if it is offloaded to `store` as `key`."""
+    """Where one tensor goes. `home` is the device where it is resident, or None if it is offloaded."""
 
     tensor: Registered
     home: torch.device | None
+    kind: str
+    """What it is offloaded to, `"cpu"` or `"disk"`."""
     store: Store | None
+    """What its values are read from, under `key`; None where they are in the model."""
     key: str
     away: dict[torch.device, list[tuple[str, Owner]]]
     """The places that use it on another device than its home, by device."""
@@ -144,13 +147,15 @@ def _decide(plan: Cut, tensor: Registered, store: Store | None, known: Collectio
         raise DispatchError(
             f"{tensor.name} is on meta and rests nowhere: load it, or pass a store that keeps it (tried {', '.join(tensor.names)})."
         )
-    if home is None and rests[0] == "disk" and not key and not lazy:
+    if home is not None:
+        return _Decision(tensor, home, "", store if on_meta else None, key, away)
+    # Of a tie that is mapped to both, what the disk does not keep rests in RAM.
+    kind = "cpu" if "cpu" in rests and not key else rests[0]
+    if kind == "disk" and not key and not lazy:
         raise DispatchError(
             f"{tensor.name} is mapped to disk, but nothing on disk keeps it: offload it to a folder first, or map it to 'cpu'."
         )
-    if home is None and rests[0] == "cpu":
-        return _Decision(tensor, None, store if on_meta else None, key if on_meta else "", away)
-    return _Decision(tensor, home, store if key and (on_meta or not lazy or home is None) else None, key, away)
+    return _Decision(tensor, None, kind, store if key and (on_meta or kind == "disk") else None, key, away)
 
 
 def _offload(plan: Cut, decisions: list[_Decision], schedule: Schedule) -> dict[str, list[Group]]:
@@ -164,7 +169,7 @@ def _offload(plan: Cut, decisions: list[_Decision], schedule: Schedule) -> dict[
         if decision.home is not None:
             value = _settle(tensor, decision.home, source, key)
             source = None
-        elif plan.rests(tensor.name) == "cpu" and not _in_ram(value):
+        elif decision.kind == "cpu" and not _in_ram(value):
             source, key = memory, tensor.name
             memory.put(key, _value(tensor.tensor, decision.store, decision.key))
             if isinstance(value, LazyTensor):

@@ -225,6 +225,16 @@ def test_tie_of_a_resident_and_an_offloaded_module(tmp_path, accelerators):
     assert torch.equal(run(model, ids), expected)
 
 
+def test_tie_that_is_mapped_to_ram_and_disk(tmp_path, accelerators):
+    (device,) = accelerators(1)
+    model, ids, expected = tiny()
+    tensors = values(model)
+    del tensors["embed.weight"], tensors["head.weight"]
+    dispatch(model, {"": "disk", "head": "cpu"}, main_device=device, store=FileStore(tmp_path, tensors))
+    assert placement(model)["embed"].rests == "cpu"
+    assert torch.equal(run(model, ids), expected)
+
+
 def test_shared_submodule(tmp_path, execution_device):
     torch.manual_seed(0)
     shared = nn.Linear(4, 4)
