@@ -23,6 +23,7 @@ from .dispatch import (
     attach_cpu_offload_hook,
     attach_layerwise_casting_hooks,
     dispatch,
+    dispatched,
     get_parameter,
 )
 from .errors import CheckpointError, PlanError
@@ -390,7 +391,7 @@ def _dispatch_or_move(
     force_hooks: bool,
 ) -> nn.Module:
     different = set(place.device_map.values())
-    if len(different) == 1 and "disk" not in different and not force_hooks:
+    if len(different) == 1 and "disk" not in different and not force_hooks and dispatched(model) is None:
         model.to(as_device(next(iter(different))))  # one device: nothing moves, so nothing is attached
     else:
         dispatch(

@@ -1,0 +1,317 @@
+"""Every name is importable under the path that scripts use, with the parameters and defaults that they rely on."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+REQUIRED = inspect.Parameter.empty
+
+TOP = """init_empty_weights init_on_device cpu_offload cpu_offload_with_hook disk_offload dispatch_model load_checkpoint_and_dispatch
+    load_checkpoint_in_model infer_auto_device_map"""
+BIG_MODELING = """init_empty_weights init_on_device cpu_offload cpu_offload_with_hook disk_offload dispatch_model
+    load_checkpoint_and_dispatch load_checkpoint_in_model infer_auto_device_map check_device_map attach_layerwise_casting_hooks"""
+MODELING = """CustomDtype align_module_device calculate_maximum_sizes check_device_map check_device_same check_tied_parameters_in_config
+    check_tied_parameters_on_same_device clean_device_map compute_module_sizes compute_module_total_buffer_size
+    convert_file_size_to_int dtype_byte_size fallback_allocate find_tied_parameters get_balanced_memory get_max_layer_size
+    get_max_memory get_module_leaves get_module_size_with_ties get_non_persistent_buffers get_state_dict_from_offload
+    get_state_dict_offloaded_model has_offloaded_params id_tensor_storage infer_auto_device_map load_checkpoint_in_model
+    load_offloaded_weights load_state_dict named_module_tensors retie_parameters set_module_tensor_to_device"""
+OFFLOAD = """OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight offload_state_dict
+    offload_weight save_offload_index"""
+CONSTANTS = """MODEL_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME WEIGHTS_INDEX_NAME
+    WEIGHTS_NAME WEIGHTS_PATTERN_NAME"""
+UTILS = """CustomDtype align_module_device calculate_maximum_sizes check_device_map check_tied_parameters_in_config
+    check_tied_parameters_on_same_device clear_device_cache compute_module_sizes convert_file_size_to_int dtype_byte_size
+    find_device find_tied_parameters get_balanced_memory get_max_layer_size get_max_memory has_offloaded_params id_tensor_storage
+    infer_auto_device_map is_namedtuple load_checkpoint_in_model load_offloaded_weights load_state_dict named_module_tensors
+    retie_parameters send_to_device set_module_tensor_to_device"""
+HOOKS = """AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook UserCpuOffloadHook add_hook_to_module
+    attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook remove_hook_from_module
+    remove_hook_from_submodules"""
+
+PATHS = {
+    "bigmodel": TOP,
+    "bigmodel.big_modeling": BIG_MODELING,
+    "bigmodel.hooks": f"{HOOKS} PrefixedDataset find_device named_module_tensors send_to_device set_module_tensor_to_device",
+    "bigmodel.utils": f"{UTILS} {OFFLOAD} {CONSTANTS}",
+    "bigmodel.utils.constants": f"{CONSTANTS} SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
+    "bigmodel.utils.memory": "clear_device_cache",
+    "bigmodel.utils.modeling": MODELING,
+    "bigmodel.utils.offload": OFFLOAD,
+    "bigmodel.utils.operations": "find_device is_namedtuple send_to_device",
+}
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path, names in PATHS.items() for name in names.split()])
+def test_name_is_importable(path, name):
+    module = importlib.import_module(path)
+    assert hasattr(module, name)
+    assert path == "bigmodel.big_modeling" or name in module.__all__
+
+
+@pytest.mark.parametrize("path", sorted(PATHS))
+def test_everything_in_all_exists(path):
+    module = importlib.import_module(path)
+    assert all(hasattr(module, name) for name in module.__all__)
+    assert len(set(module.__all__)) == len(module.__all__)
+
+
+def test_one_function_has_one_object_under_all_paths():
+    found: dict[str, set[int]] = {}
+    for path, names in PATHS.items():
+        for name in names.split():
+            found.setdefault(name, set()).add(id(getattr(importlib.import_module(path), name)))
+    assert {name for name, objects in found.items() if len(objects) > 1} == set()
+
+
+SIGNATURES = {
+    "init_empty_weights": {"include_buffers": None},
+    "init_on_device": {"device": REQUIRED, "include_buffers": None},
+    "cpu_offload": {
+        "model": REQUIRED,
+        "execution_device": None,
+        "offload_buffers": False,
+        "state_dict": None,
+        "preload_module_classes": None,
+    },
+    "cpu_offload_with_hook": {"model": REQUIRED, "execution_device": None, "prev_module_hook": None},
+    "disk_offload": {
+        "model": REQUIRED,
+        "offload_dir": REQUIRED,
+        "execution_device": None,
+        "offload_buffers": False,
+        "preload_module_classes": None,
+    },
+    "dispatch_model": {
+        "model": REQUIRED,
+        "device_map": REQUIRED,
+        "main_device": None,
+        "state_dict": None,
+        "offload_dir": None,
+        "offload_index": None,
+        "offload_buffers": False,
+        "skip_keys": None,
+        "preload_module_classes": None,
+        "force_hooks": False,
+    },
+    "load_checkpoint_and_dispatch": {
+        "model": REQUIRED,
+        "checkpoint": REQUIRED,
+        "device_map": None,
+        "max_memory": None,
+        "no_split_module_classes": None,
+        "offload_folder": None,
+        "offload_buffers": False,
+        "dtype": None,
+        "offload_state_dict": None,
+        "skip_keys": None,
+        "preload_module_classes": None,
+        "force_hooks": False,
+        "strict": False,
+        "full_state_dict": True,
+        "broadcast_from_rank0": False,
+    },
+    "big_modeling.attach_layerwise_casting_hooks": {
+        "module": REQUIRED,
+        "storage_dtype": REQUIRED,
+        "compute_dtype": REQUIRED,
+        "skip_modules_pattern": None,
+        "skip_modules_classes": None,
+        "non_blocking": False,
+    },
+    "utils.convert_file_size_to_int": {"size": REQUIRED},
+    "utils.dtype_byte_size": {"dtype": REQUIRED},
+    "utils.id_tensor_storage": {"tensor": REQUIRED},
+    "utils.compute_module_sizes": {"model": REQUIRED, "dtype": None, "special_dtypes": None, "buffers_only": False},
+    "utils.modeling.compute_module_total_buffer_size": {"model": REQUIRED, "dtype": None, "special_dtypes": None},
+    "utils.get_max_layer_size": {"modules": REQUIRED, "module_sizes": REQUIRED, "no_split_module_classes": REQUIRED},
+    "utils.calculate_maximum_sizes": {"model": REQUIRED},
+    "utils.modeling.get_module_leaves": {"module_sizes": REQUIRED},
+    "utils.modeling.check_device_same": {"first_device": REQUIRED, "second_device": REQUIRED},
+    "utils.get_max_memory": {"max_memory": None},
+    "utils.get_balanced_memory": {
+        "model": REQUIRED,
+        "max_memory": None,
+        "no_split_module_classes": None,
+        "dtype": None,
+        "special_dtypes": None,
+        "low_zero": False,
+    },
+    "utils.modeling.clean_device_map": {"device_map": REQUIRED, "module_name": ""},
+    "utils.check_device_map": {"model": REQUIRED, "device_map": REQUIRED},
+    "utils.check_tied_parameters_in_config": {"model": REQUIRED},
+    "utils.find_tied_parameters": {"model": REQUIRED, "kwargs": REQUIRED},
+    "utils.retie_parameters": {"model": REQUIRED, "tied_params": REQUIRED},
+    "utils.check_tied_parameters_on_same_device": {"tied_params": REQUIRED, "device_map": REQUIRED},
+    "utils.modeling.get_module_size_with_ties": {
+        "tied_params": REQUIRED,
+        "module_size": REQUIRED,
+        "module_sizes": REQUIRED,
+        "modules_to_treat": REQUIRED,
+    },
+    "infer_auto_device_map": {
+        "model": REQUIRED,
+        "max_memory": None,
+        "no_split_module_classes": None,
+        "dtype": None,
+        "special_dtypes": None,
+        "verbose": False,
+        "clean_result": True,
+        "offload_buffers": False,
+        "fallback_allocation": False,
+    },
+    "utils.modeling.fallback_allocate": {
+        "modules": REQUIRED,
+        "module_sizes": REQUIRED,
+        "size_limit": REQUIRED,
+        "no_split_module_classes": None,
+        "tied_parameters": None,
+    },
+    "utils.set_module_tensor_to_device": {
+        "module": REQUIRED,
+        "tensor_name": REQUIRED,
+        "device": REQUIRED,
+        "value": None,
+        "dtype": None,
+        "fp16_statistics": None,
+        "tied_params_map": None,
+        "non_blocking": False,
+        "clear_cache": True,
+    },
+    "utils.named_module_tensors": {
+        "module": REQUIRED,
+        "include_buffers": True,
+        "recurse": False,
+        "remove_non_persistent": False,
+    },
+    "utils.modeling.get_non_persistent_buffers": {"module": REQUIRED, "recurse": False, "fqns": False},
+    "utils.load_state_dict": {"checkpoint_file": REQUIRED, "device_map": None},
+    "load_checkpoint_in_model": {
+        "model": REQUIRED,
+        "checkpoint": REQUIRED,
+        "device_map": None,
+        "offload_folder": None,
+        "dtype": None,
+        "offload_state_dict": False,
+        "offload_buffers": False,
+        "keep_in_fp32_modules": None,
+        "offload_8bit_bnb": False,
+        "strict": False,
+        "full_state_dict": True,
+        "broadcast_from_rank0": False,
+    },
+    "utils.load_offloaded_weights": {"model": REQUIRED, "index": REQUIRED, "offload_folder": REQUIRED},
+    "utils.modeling.get_state_dict_offloaded_model": {"model": REQUIRED},
+    "utils.modeling.get_state_dict_from_offload": {
+        "module": REQUIRED,
+        "module_name": REQUIRED,
+        "state_dict": REQUIRED,
+        "device_to_put_offload": "cpu",
+    },
+    "utils.has_offloaded_params": {"module": REQUIRED},
+    "utils.align_module_device": {"module": REQUIRED, "execution_device": None},
+    "utils.send_to_device": {"tensor": REQUIRED, "device": REQUIRED, "non_blocking": False, "skip_keys": None},
+    "utils.offload_weight": {"weight": REQUIRED, "weight_name": REQUIRED, "offload_folder": REQUIRED, "index": None},
+    "utils.load_offloaded_weight": {"weight_file": REQUIRED, "weight_info": REQUIRED},
+    "utils.save_offload_index": {"index": REQUIRED, "offload_folder": REQUIRED},
+    "utils.offload_state_dict": {"save_dir": REQUIRED, "state_dict": REQUIRED},
+    "utils.PrefixedDataset": {"dataset": REQUIRED, "prefix": REQUIRED},
+    "utils.OffloadedWeightsLoader": {"state_dict": None, "save_folder": None, "index": None, "device": None},
+    "utils.extract_submodules_state_dict": {"state_dict": REQUIRED, "submodule_names": REQUIRED},
+    "hooks.add_hook_to_module": {"module": REQUIRED, "hook": REQUIRED, "append": False},
+    "hooks.remove_hook_from_module": {"module": REQUIRED, "recurse": False},
+    "hooks.remove_hook_from_submodules": {"module": REQUIRED},
+    "hooks.AlignDevicesHook": {
+        "execution_device": None,
+        "offload": False,
+        "io_same_device": False,
+        "weights_map": None,
+        "offload_buffers": False,
+        "place_submodules": False,
+        "skip_keys": None,
+        "tied_params_map": None,
+    },
+    "hooks.attach_execution_device_hook": {
+        "module": REQUIRED,
+        "execution_device": REQUIRED,
+        "skip_keys": None,
+        "preload_module_classes": None,
+        "tied_params_map": None,
+    },
+    "hooks.attach_align_device_hook": {
+        "module": REQUIRED,
+        "execution_device": None,
+        "offload": False,
+        "weights_map": None,
+        "offload_buffers": False,
+        "module_name": "",
+        "skip_keys": None,
+        "preload_module_classes": None,
+        "tied_params_map": None,
+    },
+    "hooks.attach_align_device_hook_on_blocks": {
+        "module": REQUIRED,
+        "execution_device": None,
+        "offload": False,
+        "weights_map": None,
+        "offload_buffers": False,
+        "module_name": "",
+        "skip_keys": None,
+        "preload_module_classes": None,
+        "tied_params_map": None,
+    },
+    "hooks.CpuOffload": {"execution_device": None, "prev_module_hook": None},
+    "hooks.UserCpuOffloadHook": {"model": REQUIRED, "hook": REQUIRED},
+    "hooks.SequentialHook": {"hooks": REQUIRED},
+}
+
+
+def resolve(path):
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(f"bigmodel.{module}".rstrip(".")), name)
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_parameters_keep_their_names_order_and_defaults(path):
+    parameters = inspect.signature(resolve(path)).parameters
+    assert {name: parameter.default for name, parameter in parameters.items()} == SIGNATURES[path]
+    assert list(parameters) == list(SIGNATURES[path])
+    variable = [parameter.kind for parameter in parameters.values() if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD]
+    assert not variable or path in ("hooks.SequentialHook", "utils.find_tied_parameters")
+
+
+def test_layerwise_hook_takes_its_three_arguments_by_position():
+    parameters = inspect.signature(resolve("hooks.LayerwiseCastingHook")).parameters
+    assert list(parameters) == ["storage_dtype", "compute_dtype", "non_blocking"]
+
+
+@pytest.mark.parametrize("method", ["init_hook", "pre_forward", "post_forward", "detach_hook"])
+@pytest.mark.parametrize("kind", ["ModelHook", "SequentialHook", "AlignDevicesHook", "CpuOffload", "LayerwiseCastingHook"])
+def test_hook_methods_take_what_hooks_take(kind, method):
+    expected = {
+        "init_hook": ["self", "module"],
+        "pre_forward": ["self", "module", "args", "kwargs"],
+        "post_forward": ["self", "module", "output"],
+        "detach_hook": ["self", "module"],
+    }[method]
+    assert list(inspect.signature(getattr(resolve(f"hooks.{kind}"), method)).parameters) == expected
+
+
+def test_importing_everything_leaves_the_compiler_out():
+    code = (
+        "import sys, bigmodel, bigmodel.utils, bigmodel.hooks, bigmodel.big_modeling\n"
+        "assert 'torch._dynamo' not in sys.modules and 'transformers' not in sys.modules and 'bitsandbytes' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_old_module_names_resolve_to_what_dispatch_looks_up():
+    from bigmodel import api, big_modeling
+
+    assert big_modeling.check_device_map is api.check_device_map
+    assert big_modeling is api
