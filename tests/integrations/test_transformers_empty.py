@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 
@@ -222,3 +223,17 @@ def test_without_transformers_the_module_imports_and_calls_say_what_to_install(m
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingPackageError, match=r'pip install "bigmodel\[transformers\]"'):
         empty_model(folder)
+
+
+def test_bigmodel_imports_where_transformers_is_not_installed():
+    program = """
+import sys
+sys.modules["transformers"] = None
+import bigmodel
+try:
+    bigmodel.from_pretrained("anything")
+except bigmodel.MissingPackageError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert 'pip install "bigmodel[transformers]"' in run.stdout

@@ -83,6 +83,26 @@ FAMILIES: dict[str, Family] = {
         ),
         _encoder_decoder_tokens,
     ),
+    "bart": Family(
+        "BartForConditionalGeneration",
+        lambda: transformers.BartConfig(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            encoder_layers=3,
+            decoder_layers=3,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=48,
+            max_position_embeddings=64,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=2,
+            forced_eos_token_id=None,
+        ),
+        _encoder_decoder_tokens,
+    ),
     "mixtral": Family(
         "MixtralForCausalLM", lambda: transformers.MixtralConfig(**TEXT, num_local_experts=12, num_experts_per_tok=2), _tokens
     ),
