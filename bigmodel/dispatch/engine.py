@@ -166,6 +166,7 @@ def _offload(plan: Cut, decisions: list[_Decision], schedule: Schedule) -> dict[
         tensor = decision.tensor
         value = tensor.tensor
         source, key = decision.store, decision.key
+        modified = isinstance(value, LazyTensor) and _rewritten(value)
         if decision.home is not None:
             value = _settle(tensor, decision.home, source, key)
             source = None
@@ -174,13 +175,13 @@ def _offload(plan: Cut, decisions: list[_Decision], schedule: Schedule) -> dict[
             memory.put(key, _value(tensor.tensor, decision.store, decision.key))
             if isinstance(value, LazyTensor):
                 value = _as_meta(value)
-        elif isinstance(value, LazyTensor) and source is not None and not _rewritten(value):
+        elif isinstance(value, LazyTensor) and source is not None and not modified:
             value = _as_meta(value)
         elif isinstance(value, LazyTensor):
             source = None
         for device, places in decision.away.items():
             units = frozenset(plan.unit(name) for name, _ in places)
-            members.setdefault((units, device), []).append(Resting(tensor.name, distinct_owners(places), value, source, key))
+            members.setdefault((units, device), []).append(Resting(tensor.name, distinct_owners(places), value, source, key, modified))
             # All further groups of the same tensor share the placeholder that the first one makes.
     groups: dict[str, list[Group]] = {}
     made: dict[int, torch.Tensor] = {}
@@ -202,8 +203,8 @@ def _in_ram(tensor: torch.Tensor) -> bool:
 
 
 def _rewritten(lazy: LazyTensor) -> bool:
-    """Whether values were written that lie beside the store, in RAM, and would be lost."""
-    return isinstance(lazy.origin.store, MemoryStore)
+    """Whether its values are no longer those of the tensor of the same name in a checkpoint."""
+    return lazy.origin.modified or len(lazy.origin.source[1]) > 1
 
 
 def _as_meta(lazy: LazyTensor) -> torch.Tensor:

@@ -38,6 +38,8 @@ class Resting:
     """None for a tensor that is a placeholder already, or that stays a real tensor on another device."""
     key: str = ""
     """Its name in the store."""
+    modified: bool = False
+    """Whether its values were written by somebody, and are kept nowhere else."""
 
 
 def check_rests(name: str, tensor: torch.Tensor, store: Store, key: str) -> None:
@@ -58,6 +60,7 @@ def placeholder_for(resting: Resting, device: torch.device, tally: Tally) -> tor
     check_rests(resting.name, tensor, resting.store, resting.key)
     casts = () if resting.store.spec(resting.key).dtype == tensor.dtype else (tensor.dtype,)
     origin = Origin(resting.store, resting.key, device, casts=casts, tally=tally, label=resting.name)
+    origin.modified = resting.modified
     if resting.owners[0].is_buffer:
         return LazyTensor.of(origin)
     made = Placeholder.of(origin, tensor.requires_grad)

@@ -90,6 +90,8 @@ class Origin:
         self.group: weakref.ref[Group] | None = None
         self.restored: weakref.ref[torch.Tensor] | None = None
         """The plain tensor that took the placeholder's place when its weights were put back: ties stay ties."""
+        self.modified = False
+        """Whether values were written since it was made: they are kept nowhere else."""
         self._shared = shared
         self._copies: weakref.WeakSet[Origin] = weakref.WeakSet()
         self._lock = threading.RLock()
@@ -98,7 +100,9 @@ class Origin:
     def of_value(cls, value: torch.Tensor, like: Origin) -> Origin:
         """An origin that keeps its own copy of `value` in RAM."""
         store = MemoryStore({like.name: value.detach().to(CPU, copy=True, memory_format=torch.contiguous_format)})
-        return cls(store, like.name, like.device, tally=like.tally, label=like.label)
+        made = cls(store, like.name, like.device, tally=like.tally, label=like.label)
+        made.modified = True
+        return made
 
     @property
     def store(self) -> Store:
@@ -142,6 +146,7 @@ class Origin:
         with self._lock:
             store, own = self.source
             result = Origin(store, self.name, self.device, casts=own + casts, tally=self.tally, label=self.label, shared=True)
+            result.modified = self.modified
             self._copies.add(result)
         self._tell_group()
         return result
@@ -198,6 +203,7 @@ class Origin:
         with self._lock:
             for other in list(self._copies):
                 other._settle()
+            self.modified = True
             store, casts = self.source
             if casts or self._shared:
                 # Rounding to the dtype of a file that keeps another one would lose what was written.

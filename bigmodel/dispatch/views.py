@@ -30,6 +30,7 @@ class View(Origin):
         self.source = (base.store, (stand_in.dtype,))
         self.group = None
         self.restored = None
+        self.modified = True
         self._shared = False
         self._copies = weakref.WeakSet()
         self._lock = threading.RLock()

@@ -778,8 +778,10 @@ def test_dispatching_again(tmp_path, accelerators):
     written = torch.randn(16, 8)
     with torch.no_grad():
         model.layers[0].up.weight.copy_(written)
-    dispatch(model, {"": "cpu"}, main_device=device, store=store)
-    assert torch.equal(model.layers[0].up.weight.cpu(), written)
+    for device_map in ({"": "disk"}, {"": "cpu"}, {"": "disk"}):
+        again = FileStore(tmp_path / "again", values(tiny()[0]))
+        dispatch(model, device_map, main_device=device, store=again)
+        assert torch.equal(model.layers[0].up.weight.cpu(), written)
 
 
 def test_hooks_are_found_where_libraries_look(tmp_path, execution_device):
