@@ -99,6 +99,11 @@ class Origin:
     @classmethod
     def of_value(cls, value: torch.Tensor, like: Origin) -> Origin:
         """An origin that keeps its own copy of `value` in RAM."""
+        if value.device.type == "meta":
+            raise DispatchError(
+                f"{like.label} was given a tensor on meta, which has no values (a tensor made on an offloaded "
+                "`weight.device` is one): undispatch the model, change it, and dispatch it again."
+            )
         store = MemoryStore({like.name: value.detach().to(CPU, copy=True, memory_format=torch.contiguous_format)})
         made = cls(store, like.name, like.device, tally=like.tally, label=like.label)
         made.modified = True

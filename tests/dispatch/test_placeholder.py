@@ -14,6 +14,7 @@ from dispatch_models import FileStore
 from torch import nn
 
 from bigmodel.dispatch import LazyTensor, Placeholder, dispatch
+from bigmodel.errors import DispatchError
 
 CPU = torch.device("cpu")
 
@@ -218,3 +219,10 @@ def test_scripted_code_reads_through_the_dispatcher(layer):
 
     with torch.no_grad():
         assert torch.equal(twice(lazy.weight), plain.weight * 2)
+
+
+def test_a_value_without_data_is_refused_by_name(layer):
+    lazy, plain, _ = layer
+    with pytest.raises(DispatchError, match=r"0\.weight was given a tensor on meta"):
+        lazy.weight.data = torch.empty(5, 4, device=lazy.weight.device)
+    assert torch.equal(lazy.weight.cpu(), plain.weight)
