@@ -15,6 +15,7 @@ __all__ = [
     "id_tensor_storage",
     "named_module_tensors",
     "owner_of",
+    "reads_rows_only",
     "row_tables",
     "tensor_aliases",
 ]
@@ -124,18 +125,18 @@ def _are_layers(modules: list[nn.Module]) -> bool:
     return any(not name.startswith(inner) for name, _ in layout)
 
 
-def row_tables(model: nn.Module) -> set[int]:
-    """Identities (`id`) of the embedding tables of which a forward reads only the rows that are looked up.
+def reads_rows_only(module: nn.Module) -> bool:
+    """Whether the module is an embedding whose forward reads only the rows that are looked up.
 
-    These are the weights of `nn.Embedding`s that nothing else uses. With `max_norm` the forward rewrites the weight in place, which needs
-    the whole of it; so do sparse gradients and packed tables.
+    With `max_norm` the forward rewrites the weight in place, which needs the whole of it; so do sparse gradients and packed tables.
     """
+    return isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse and module.weight.is_floating_point()
+
+
+def row_tables(model: nn.Module) -> set[int]:
+    """Identities (`id`) of the embedding tables of which a whole forward reads only the rows that are looked up: nothing else uses them."""
     modules = list(model.modules())
-    tables = {
-        id(module.weight)
-        for module in modules
-        if isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse and module.weight.is_floating_point()
-    }
+    tables = {id(module.weight) for module in modules if reads_rows_only(module)}
     if not tables:
         return tables
     uses: dict[int, int] = {}

@@ -12,7 +12,8 @@ import typer
 from rich.table import Table
 
 from ..devices import accelerator_type, accelerators, available_host_bytes, device_memory
-from .output import console, human_bytes, print_json
+from ..text import bytes_text
+from .output import console, print_json
 
 __all__ = ["env"]
 
@@ -31,11 +32,11 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
     for name, version in facts["packages"].items():
         table.add_row(name, version or "not installed")
     table.add_row("cores", str(facts["cores"]))
-    table.add_row("RAM available / total", f"{human_bytes(facts['ram_available_bytes'])} / {human_bytes(facts['ram_total_bytes'])}")
+    table.add_row("RAM available / total", f"{bytes_text(facts['ram_available_bytes'])} / {bytes_text(facts['ram_total_bytes'])}")
     if not facts["accelerators"]:
         table.add_row("accelerators", "none")
     for device in facts["accelerators"]:
-        table.add_row(device["device"], f"{human_bytes(device['free_bytes'])} free of {human_bytes(device['total_bytes'])}")
+        table.add_row(device["device"], f"{bytes_text(device['free_bytes'])} free of {bytes_text(device['total_bytes'])}")
     console.print(table)
 
 

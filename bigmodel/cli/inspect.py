@@ -10,7 +10,8 @@ import typer
 from rich.table import Table
 
 from ..loading import Checkpoint
-from .output import console, human_bytes, print_json
+from ..text import bytes_text
+from .output import console, print_json
 
 __all__ = ["inspect"]
 
@@ -29,14 +30,14 @@ def inspect(
         return
     console.print(
         f"[bold]{found.location}[/]: {found.format}, {len(found.files)} files, {len(found.entries)} tensors, "
-        f"{human_bytes(found.total_bytes)}. Headers are sound."
+        f"{bytes_text(found.total_bytes)}. Headers are sound."
     )
     _print_sizes("dtype", facts["bytes_by_dtype"], found.total_bytes)
     _print_sizes("module", facts["bytes_by_module"], found.total_bytes)
     if tensors:
         table = Table("tensor", "dtype", "shape", "bytes", "file")
         for name, entry in found.entries.items():
-            table.add_row(name, _dtype_name(entry.dtype), str(list(entry.shape)), human_bytes(entry.nbytes), entry.file.name)
+            table.add_row(name, _dtype_name(entry.dtype), str(list(entry.shape)), bytes_text(entry.nbytes), entry.file.name)
         console.print(table)
 
 
@@ -71,7 +72,7 @@ def _print_sizes(what: str, sizes: dict[str, int], total_bytes: int) -> None:
     table = Table(what, "bytes", "share")
     table.columns[1].justify = table.columns[2].justify = "right"
     for name, nbytes in sizes.items():
-        table.add_row(name, human_bytes(nbytes), f"{nbytes / max(1, total_bytes):.1%}")
+        table.add_row(name, bytes_text(nbytes), f"{nbytes / max(1, total_bytes):.1%}")
     console.print(table)
 
 

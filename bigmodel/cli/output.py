@@ -1,4 +1,4 @@
-"""What every subcommand prints with: one console, human sizes at the edge, JSON for programs."""
+"""What every subcommand prints with: one console, JSON for programs, one way to fail."""
 
 from __future__ import annotations
 
@@ -8,19 +8,9 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-__all__ = ["console", "fail", "human_bytes", "print_json"]
+__all__ = ["console", "fail", "print_json"]
 
 console = Console()
-
-
-def human_bytes(nbytes: int) -> str:
-    """Bytes for people: `"90.9 MB"` would be ambiguous, so binary units throughout: `"86.7 MiB"`."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"
 
 
 def print_json(data: Any) -> None:

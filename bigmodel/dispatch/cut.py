@@ -11,7 +11,7 @@ from torch import nn
 from ..device_map import covering_entry
 from ..devices import DeviceKey, as_device
 from ..errors import DispatchError
-from ..modules import find_blocks
+from ..modules import find_blocks, reads_rows_only
 from .group import Owner
 
 __all__ = ["Cut", "Registered", "cut", "distinct_owners", "registered_tensors", "runs_itself"]
@@ -85,6 +85,8 @@ class Cut:
     blocks: set[str]
     atoms: list[str]
     """Among the units, modules that read their children's weights."""
+    preloaded: set[str]
+    """Modules whose weights all come with their own forward, as the caller asked for."""
     first_names: dict[int, str]
     """Every module's first name, by the module's id."""
 
@@ -125,6 +127,9 @@ class Cut:
         """The module whose forward brings the tensor `name`: the unit around it, or else the module that holds it directly."""
         holder = name.rpartition(".")[0]
         inside = next((unit for unit in self.units if _is_within(holder, unit)), holder)
+        # Rows of an embedding are read where they rest: its table would only take up room among what a block brings.
+        if inside in self.blocks and inside not in self.preloaded and reads_rows_only(self.model.get_submodule(holder)):
+            inside = holder
         # A module that stands in two places is one unit, under its first name.
         return self.first_names[id(self.model.get_submodule(inside))]
 
@@ -162,11 +167,6 @@ class Cut:
                 name = self.first_names[id(module)]
                 yield path, name, self.tensor_runs(f"{name}.{own[0]}" if name else own[0])
 
-    def by_rows(self, unit: str) -> bool:
-        """Whether the module is an embedding of which a forward needs only the rows that occur."""
-        module = self.model.get_submodule(unit)
-        return isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse and module.weight.is_floating_point()
-
 
 def _is_within(name: str, module: str) -> bool:
     return not module or name == module or name.startswith(f"{module}.")
@@ -203,11 +203,12 @@ def cut(
 ) -> Cut:
     """Applies the map to the model. Nothing is changed. Raises `DispatchError` for a parameter that no entry covers."""
     blocks = find_blocks(model, no_split_module_classes)
-    preloaded = set(preload_module_classes or ())
+    classes = set(preload_module_classes or ())
+    preloaded = {name for name, module in model.named_modules() if type(module).__name__ in classes}
     atoms = {name for name, module in model.named_modules() if isinstance(module, _READ_THEIR_CHILDREN)}
-    units = {*blocks, *atoms, *(name for name, module in model.named_modules() if type(module).__name__ in preloaded)}
+    units = {*blocks, *atoms, *preloaded}
     first_names = {id(module): name for name, module in model.named_modules()}
-    result = Cut(model, device_map, main_device, _outermost(units), set(blocks), _outermost(atoms), first_names)
+    result = Cut(model, device_map, main_device, _outermost(units), set(blocks), _outermost(atoms), preloaded, first_names)
     for name, _ in model.named_parameters(remove_duplicate=False):
         result.entry(name)
     return result

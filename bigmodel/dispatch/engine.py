@@ -13,6 +13,7 @@ from torch import nn
 from ..device_map import normalized
 from ..devices import DeviceKey
 from ..errors import DispatchError
+from ..modules import reads_rows_only
 from ..protocols import Store
 from .cut import Cut, Registered, cut, distinct_owners, registered_tensors, runs_itself
 from .dispatch_hook import DispatchHook
@@ -249,6 +250,10 @@ def _settle(tensor: Registered, device: torch.device, store: Store | None, key: 
     return real
 
 
+def _is_lazy(group: Group) -> bool:
+    return all(isinstance(slot.resting, LazyTensor) for slot in group.slots)
+
+
 def _hook(plan: Cut, groups: dict[str, list[Group]], state: Dispatched, *, skip_keys: Any, force: bool) -> None:
     """Adds the hooks: at the units that bring groups, and wherever arguments may have to change devices."""
     devices = {plan.tensor_runs(name) for name, _ in plan.model.named_parameters(remove_duplicate=False)}
@@ -289,7 +294,9 @@ def _hook(plan: Cut, groups: dict[str, list[Group]], state: Dispatched, *, skip_
             place_submodules=name in plan.units,
             tied_params_map={},
         )
-        at_rest = [group for group in of_unit if plan.by_rows(name) and all(isinstance(slot.resting, LazyTensor) for slot in group.slots)]
+        at_rest = [
+            group for group in of_unit if reads_rows_only(module) and all(isinstance(slot.resting, LazyTensor) for slot in group.slots)
+        ]
         hook.prepare(state.schedule, [group for group in of_unit if group not in at_rest], at_rest, module, name)
         add_hook_to_module(module, hook, append=True)
         state.hooked.append(module)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from ..errors import DispatchError
 from ..modules import owner_of
+from ..text import bytes_text
 from .align import AlignDevicesHook, as_torch_device
 from .cut import registered_tensors
 from .engine import dispatched
@@ -78,12 +80,23 @@ class Placement:
     def __str__(self) -> str:
         header = ("module", "rests", "runs", "tensors", "bytes", "forwards", "hits", "misses", "moved", "stall s")
         lines = [header]
-        for row in self.rows:
-            known = row.counters
-            moved = ("", "", "", "", "")
-            if known is not None:
-                moved = (str(known.forwards), str(known.hits), str(known.misses), f"{known.bytes_moved:,}", f"{known.stall_seconds:.3f}")
-            lines.append((row.name or "(root)", row.rests, row.runs, str(row.tensors), f"{row.nbytes:,}", *moved))
+        # What is resident on one device is one line, however many modules it is.
+        for (resident, rests, runs), rows in itertools.groupby(self.rows, key=lambda row: (row.counters is None, row.rests, row.runs)):
+            if resident:
+                members = list(rows)
+                nbytes = sum(row.nbytes for row in members)
+                lines.append((_span(members), rests, runs, str(sum(row.tensors for row in members)), bytes_text(nbytes), *[""] * 5))
+                continue
+            for row in rows:
+                known = row.counters or Counters()
+                moved = (
+                    str(known.forwards),
+                    str(known.hits),
+                    str(known.misses),
+                    bytes_text(known.bytes_moved),
+                    f"{known.stall_seconds:.3f}",
+                )
+                lines.append((row.name or "(root)", rests, runs, str(row.tensors), bytes_text(row.nbytes), *moved))
         widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
         table = [
             "  ".join(
@@ -92,8 +105,16 @@ class Placement:
             )
             for line in lines
         ]
-        table.append(f"{self.resident_bytes:,} bytes resident, {self.offloaded_bytes:,} offloaded, {self.bytes_moved:,} moved so far")
+        table.append(
+            f"{bytes_text(self.resident_bytes)} resident, {bytes_text(self.offloaded_bytes)} offloaded, "
+            f"{bytes_text(self.bytes_moved)} moved so far"
+        )
         return "\n".join(line.rstrip() for line in table)
+
+
+def _span(rows: Sequence[PlacementRow]) -> str:
+    first, last = rows[0].name or "(root)", rows[-1].name
+    return first if len(rows) == 1 else f"{first} … {last}"
 
 
 def _groups(model: nn.Module) -> list[Group]:

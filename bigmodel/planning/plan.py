@@ -11,13 +11,14 @@ from torch import nn
 
 from ..devices import DeviceKey
 from ..errors import PlanError
+from ..text import bytes_text
 from .device_maps import clean_device_map
 from .infer import map_entries, refuse_unplaced
 from .items import Inventory, Unit, find_items, join_tied
 from .memory import measured_budgets, parse_budgets
 from .sizes import DtypeLike, tensor_bytes_rule
 from .solver import Assignment, assign, ring_bytes
-from .table import bytes_text, device_text, render
+from .table import device_text, render
 
 __all__ = ["DeviceUse", "Plan", "plan"]
 
@@ -89,9 +90,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text, for `from_json`."""
-        fields = asdict(self)
-        fields["device_map"] = list(self.device_map.items())  # JSON would make strings of the indices of a dict's keys, pairs keep both
-        return json.dumps(fields, indent=2)
+        return json.dumps(asdict(self), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

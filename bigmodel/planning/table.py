@@ -3,50 +3,21 @@
 from __future__ import annotations
 
 import io
-import re
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..constants import GiB, KiB, MiB
+from ..text import bytes_text, names_text
 
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["bytes_text", "device_text", "names_text", "render"]
+__all__ = ["device_text", "render"]
 
 WIDTH = 100
 BAR_WIDTH = 24
-
-
-def bytes_text(nbytes: int | None) -> str:
-    """Bytes for people: `"1.50 GiB"`, `"236 B"`, and `"no limit"` for None."""
-    if nbytes is None:
-        return "no limit"
-    for unit, name in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
-        if abs(nbytes) >= unit:
-            amount = nbytes / unit
-            return f"{amount:.{2 if amount < 100 else 1}f} {name}"
-    return f"{nbytes} B"
-
-
-def names_text(names: Iterable[str]) -> str:
-    """Module names in short: `layers.0`, `layers.1`, `layers.2`, `norm` become `layers.0–2, norm`."""
-    runs: list[tuple[str, int, int, str]] = []
-    for name in names:
-        match = re.fullmatch(r"(.*?)(\d+)", name)
-        if match is None:
-            runs.append((name or "everything", -1, -1, ""))
-            continue
-        stem, number = match[1], int(match[2])
-        if runs and runs[-1][0] == stem and runs[-1][2] == number - 1:
-            runs[-1] = (stem, runs[-1][1], number, "")
-        else:
-            runs.append((stem, number, number, ""))
-    return ", ".join(stem if first < 0 else f"{stem}{first}" if first == last else f"{stem}{first}–{last}" for stem, first, last, _ in runs)
 
 
 def render(plan: Plan) -> str:

@@ -871,3 +871,22 @@ def test_names_as_transformers_shortens_them(tmp_path):
     assert torch.equal(weights["out_weight"], expected["embeddings.out_embeddings.weight"])
     with pytest.raises(KeyError):
         weights["nothing"]
+
+
+def test_embedding_inside_a_block_reads_only_its_rows(tmp_path, execution_device):
+    class Embeddings(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.norm = nn.Embedding(1000, 16), nn.LayerNorm(16)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.words(ids))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Embeddings(), nn.Linear(16, 3))
+    ids = torch.tensor([[3, 7, 3], [999, 0, 7]])
+    expected = run(model, ids)
+    store = on_disk(model, tmp_path, execution_device, no_split_module_classes=["Embeddings"])
+    assert torch.equal(run(model, ids), expected)
+    assert "0.words.weight" not in store.reads
+    assert placement(model).outside_reads == {}

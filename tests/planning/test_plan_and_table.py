@@ -14,7 +14,7 @@ from torch import nn
 from bigmodel.device_map import device_for
 from bigmodel.errors import PlanError
 from bigmodel.planning import Plan, compute_module_sizes, plan
-from bigmodel.planning.table import bytes_text, names_text
+from bigmodel.text import bytes_text, names_text
 
 BLOCK = 8 * 16 * 16  # bytes of a Decoder's block at width 16
 EMBEDDING = 64 * 16 * 4
