@@ -99,6 +99,7 @@ class AlignDevicesHook(ModelHook):
         self._schedule: Schedule | None = None
         self._groups: list[Group] = []
         self._at_rest: list[Group] = []
+        self._around: torch.device | None = None
         self._ties: Mapping[int, list[Owner]] = {}
         self._prepared = False
         self._positions: tuple[str, ...] | None = None
@@ -143,11 +144,21 @@ class AlignDevicesHook(ModelHook):
         self._schedule = schedule
         self._ties = ties
 
-    def prepare(self, schedule: Schedule, groups: Sequence[Group], at_rest: Sequence[Group], module: nn.Module, path: str) -> None:
+    def prepare(
+        self,
+        schedule: Schedule,
+        groups: Sequence[Group],
+        at_rest: Sequence[Group],
+        module: nn.Module,
+        path: str,
+        around: torch.device | None = None,
+    ) -> None:
         """Makes this the hook of weights that were taken out already: `groups` come for each forward, those `at_rest` only when read.
 
-        `path` is the name of `module` in the model.
+        `path` is the name of `module` in the model. `around` is the device that the module around it runs on: where outputs go with
+        `io_same_device` if no tensor was put in.
         """
+        self._around = around
         self._schedule = schedule
         self._groups = list(groups)
         self._at_rest = list(at_rest)
@@ -237,8 +248,12 @@ class AlignDevicesHook(ModelHook):
                 moves = Moves()
                 args, kwargs = self._arguments(module, args, kwargs, moves)
         except BaseException:
-            self._leave(entered)
+            for group in reversed(self._groups[:entered]):
+                group.exit()
+            self._abort()
             raise
+        for group in self._at_rest:
+            group.begin_lookup()
         self._calls.setdefault(threading.get_ident(), []).append((input_device, moves))
         return args, kwargs
 
@@ -248,14 +263,16 @@ class AlignDevicesHook(ModelHook):
         self._exit_groups()
         if moves is not None:
             moves.write_back()
-        if self.io_same_device and input_device is not None:
-            output = move(output, input_device, self._skipped)
+        output_device = input_device if input_device is not None else self._around
+        if self.io_same_device and output_device is not None:
+            output = move(output, output_device, self._skipped)
         return output
 
     @outside_compilation
     def forward_failed(self, module: nn.Module) -> None:
         self._pop()
-        self._leave(len(self._groups))
+        self._exit_groups()
+        self._abort()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         groups = self._groups + self._at_rest
@@ -314,10 +331,10 @@ class AlignDevicesHook(ModelHook):
     def _exit_groups(self) -> None:
         for group in reversed(self._groups):
             group.exit()
+        for group in self._at_rest:
+            group.end_lookup()
 
-    def _leave(self, entered: int) -> None:
-        for group in reversed(self._groups[:entered]):
-            group.exit()
+    def _abort(self) -> None:
         if self._schedule is not None:
             self._schedule.abort()
 

@@ -297,7 +297,8 @@ def _hook(plan: Cut, groups: dict[str, list[Group]], state: Dispatched, *, skip_
         at_rest = [
             group for group in of_unit if reads_rows_only(module) and all(isinstance(slot.resting, LazyTensor) for slot in group.slots)
         ]
-        hook.prepare(state.schedule, [group for group in of_unit if group not in at_rest], at_rest, module, name)
+        around = None if name == "" else devices_at[above]
+        hook.prepare(state.schedule, [group for group in of_unit if group not in at_rest], at_rest, module, name, around)
         add_hook_to_module(module, hook, append=True)
         state.hooked.append(module)
     for module in state.hooked:

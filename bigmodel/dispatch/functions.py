@@ -136,6 +136,12 @@ def _is_meta(func: Any, args: Any, kwargs: Any) -> bool:
     return False
 
 
+def _device(func: Any, args: Any, kwargs: Any) -> Any:
+    """Meta between forwards; in the forward of an embedding that rests, the device that it runs on, where it puts what it makes."""
+    group = args[0].origin.group() if args[0].origin.group is not None else None
+    return args[0].origin.device if group is not None and group.is_looked_up else torch.device("meta")
+
+
 _T: Any = torch.Tensor
 
 
@@ -149,7 +155,7 @@ def _methods(owner: Any, *names: str) -> set[Any]:
 
 _METADATA_FUNCTIONS: set[Any] = (
     _getters(
-        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn", "names", "_version", "nbytes",
+        "shape", "dtype", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn", "names", "_version", "nbytes",
         "itemsize", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_cpu", "is_cuda", "is_xpu", "is_mps", "is_mkldnn",
         "output_nr", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_is_view", "is_ipu", "is_maia",
         "is_vulkan", "is_xla", "is_mtia", "is_hpu", "_has_symbolic_sizes_strides", "grad_dtype",
@@ -187,6 +193,7 @@ _HANDLED: dict[Any, Callable[[Any, Any, Any], Any]] = {
     _T.__format__: _on_cpu,
     _T.contiguous: _contiguous,
     _T.copy_: _copy_,
+    _T.device.__get__: _device,
     _T.is_meta.__get__: _is_meta,
     F.embedding: _embedding,
     **dict.fromkeys(

@@ -161,6 +161,7 @@ class Group:
         """Grows whenever what the bytes on a device should be has changed."""
         self._layout: _Layout | None = None
         self._uses = 0
+        self._lookups = 0
         self._lock = threading.RLock()
         self._buffer: Buffer | None = None
         self._present: list[_Present] = []
@@ -275,6 +276,21 @@ class Group:
             self._uses -= 1
             if self._uses == 0:
                 self._swap_out()
+
+    def begin_lookup(self) -> None:
+        """A forward begins that reads single rows of the weights where they rest."""
+        with self._lock:
+            self._lookups += 1
+
+    def end_lookup(self) -> None:
+        """The counterpart of `begin_lookup`."""
+        with self._lock:
+            self._lookups -= 1
+
+    @property
+    def is_looked_up(self) -> bool:
+        """Whether a forward reads rows now: code in it that asks for the weight's device means the one that it runs on."""
+        return self._lookups > 0
 
     def hold(self, origin: Any) -> torch.Tensor | None:
         """The real tensor of `origin` if the group is in use, which it then is until `exit` is called once more; None otherwise."""

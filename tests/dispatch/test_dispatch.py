@@ -890,3 +890,44 @@ def test_embedding_inside_a_block_reads_only_its_rows(tmp_path, execution_device
     assert torch.equal(run(model, ids), expected)
     assert "0.words.weight" not in store.reads
     assert placement(model).outside_reads == {}
+
+
+def test_embedding_that_asks_for_the_device_of_its_weight(tmp_path, execution_device):
+    class Positions(nn.Embedding):
+        def forward(self, like: torch.Tensor) -> torch.Tensor:
+            return super().forward(torch.arange(like.shape[1], device=self.weight.device))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Positions(100, 4), nn.Linear(4, 3))
+    ids = torch.zeros(2, 6, dtype=torch.int64)
+    expected = run(model, ids)
+    store = on_disk(model, tmp_path, execution_device)
+    assert torch.equal(run(model, ids), expected)
+    assert "0.weight" not in store.reads
+    assert model[0].weight.device.type == "meta"
+
+
+def test_module_without_tensor_arguments_on_another_device_puts_out_on_its_parents(accelerators):
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 4))
+
+        def forward(self, length: int) -> torch.Tensor:
+            return self.weight[:length] * 2
+
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.linear = Table(), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) + self.table(x.shape[0])
+
+    accelerators(2)
+    torch.manual_seed(0)
+    model = Parent()
+    x = torch.randn(3, 4)
+    expected = run(model, x)
+    dispatch(model, {"linear": 0, "table": 1}, main_device=torch.device("sim:0"))
+    assert torch.equal(run(model, x).cpu(), expected)
