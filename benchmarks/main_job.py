@@ -150,7 +150,9 @@ def main() -> None:
     for state in ("cold", "warm"):
         before = (lambda: drop_from_page_cache(folder)) if state == "cold" else None
         compare(__file__, f"almost all on disk, page cache {state}", ["bigmodel_disk", "accelerate_disk"], arguments, before_each=before)
-        compare(__file__, f"bf16 → fp32 on CPU, page cache {state}", ["bigmodel_float32", "accelerate_float32"], arguments, before_each=before)
+        compare(
+            __file__, f"bf16 → fp32 on CPU, page cache {state}", ["bigmodel_float32", "accelerate_float32"], arguments, before_each=before
+        )
     compare(__file__, "for comparison: everything resident, bf16", ["resident"], arguments, rounds=1)
 
 

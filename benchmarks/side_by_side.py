@@ -41,7 +41,12 @@ def _run(script: str, name: str, arguments: dict[str, object]) -> dict[str, floa
 
 
 def compare(
-    script: str, title: str, names: Sequence[str], arguments: dict[str, object], rounds: int = 3, before_each: Callable[[], None] | None = None
+    script: str,
+    title: str,
+    names: Sequence[str],
+    arguments: dict[str, object],
+    rounds: int = 3,
+    before_each: Callable[[], None] | None = None,
 ) -> dict[str, dict[str, float]]:
     """Median of each number over `rounds` interleaved runs; prints a table whose last column is ours (the first name) over theirs."""
     results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
@@ -50,9 +55,7 @@ def compare(
             if before_each is not None:
                 before_each()
             results[name].append(_run(script, name, arguments))
-    medians = {
-        name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in results.items()
-    }
+    medians = {name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in results.items()}
     print(f"\n### {title}\n")
     print("| | " + " | ".join(names) + " | ratio |")
     print("|---|" + "---:|" * (len(names) + 1))
