@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from ..errors import MissingPackageError
+from ..dispatch import placement
+from ..errors import BigModelError, MissingPackageError
 from ..integrations.transformers import from_pretrained
-from .output import console
 from .plan import MaxMemory, parse_max_memory
 
 __all__ = ["generate"]
@@ -28,11 +28,11 @@ def generate(
         from transformers import AutoTokenizer, TextStreamer
     except ImportError as error:
         raise MissingPackageError('`bigmodel generate` needs transformers: pip install "bigmodel[transformers]"') from error
-    from .. import placement
-
     loaded = from_pretrained(model, device_map=device_map, max_memory=parse_max_memory(max_memory), dtype=dtype)
+    if not loaded.can_generate():
+        raise BigModelError(f"{model} is a {type(loaded).__name__}, which does not generate text: name a causal language model.")
     tokenizer = AutoTokenizer.from_pretrained(model)
     if show_plan:
-        console.print(str(placement(loaded)), highlight=False, markup=False)
+        print(placement(loaded))
     inputs = tokenizer(prompt, return_tensors="pt").to(loaded.device)
     loaded.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=TextStreamer(tokenizer, skip_special_tokens=True))

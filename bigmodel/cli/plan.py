@@ -13,7 +13,6 @@ from ..errors import MissingPackageError, PlanError
 from ..integrations.transformers import empty_model
 from ..loading import Checkpoint
 from ..protocols import TensorSpec
-from .output import console
 
 __all__ = ["parse_max_memory", "plan"]
 
@@ -38,7 +37,7 @@ def plan(
     if as_json:
         print(found.to_json())
     else:
-        console.print(str(found), highlight=False, markup=False)
+        print(found)
 
 
 def _model(where: Path) -> nn.Module:

@@ -107,3 +107,49 @@ def test_help_tells_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_wrong_option_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "inspect")[0] == 2
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A tiny causal language model with a tokenizer of whole words."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = {f"w{index}": index for index in range(63)} | {"hello": 63}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    folder = tmp_path / "llama"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, eos_token_id=None, pad_token_id=0
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+    return folder
+
+
+def test_generate_streams_what_the_plain_model_says(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    inputs = tokenizer("hello w1", return_tensors="pt")
+    expected = AutoModelForCausalLM.from_pretrained(llama).generate(**inputs, max_new_tokens=5, do_sample=False)
+    capsys.readouterr()
+    arguments = ["generate", llama, "--prompt", "hello w1", "--max-new-tokens", 5, "--max-memory", "cpu=24KiB", "--show-placement"]
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0
+    assert "disk" in out
+    assert tokenizer.decode(expected[0]).split() == out.splitlines()[-1].split()
+
+
+def test_generate_of_a_model_that_does_not_generate_says_so(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import BertConfig, BertModel
+
+    BertModel(BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)).save_pretrained(
+        llama
+    )
+    code, _, error = run(capsys, "generate", llama, "--prompt", "hello")
+    assert code == 1
+    assert "BertModel" in error
