@@ -25,6 +25,7 @@ from .dispatch import (
     dispatch,
     dispatched,
     get_parameter,
+    show_device_map,
 )
 from .errors import CheckpointError, PlanError
 from .loading import (
@@ -197,7 +198,7 @@ def load_checkpoint_and_dispatch(
         force_hooks=force_hooks,
     )
     if isinstance(device_map, Mapping):
-        model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # as the caller wrote it
+        show_device_map(model, device_map)  # as the caller wrote it
     return model
 
 
@@ -238,7 +239,7 @@ def dispatch_model(
         no_split_module_classes=None,
         force_hooks=force_hooks,
     )
-    model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # as the caller wrote it
+    show_device_map(model, device_map)  # as the caller wrote it
     return model
 
 
@@ -406,15 +407,11 @@ def _dispatch_or_move(
             force_hooks=force_hooks,
             ring_bytes=place.ring_bytes,
         )
-        _tell_of_meta(place)
-    model.hf_device_map = dict(place.device_map)  # type: ignore[assignment]  # helper libraries look for it under this name
+        tiers = [tier for tier in ("cpu", "disk") if tier in different and place.main_device.type != tier]
+        if tiers:
+            logger.warning("Some parameters are on the meta device because they were offloaded to the %s.", " and ".join(tiers))
+    show_device_map(model, place.device_map)
     return model
-
-
-def _tell_of_meta(place: Placing) -> None:
-    tiers = [tier for tier in ("cpu", "disk") if tier in place.device_map.values() and place.main_device.type != tier]
-    if tiers:
-        logger.warning("Some parameters are on the meta device because they were offloaded to the %s.", " and ".join(tiers))
 
 
 def _offload_everything(

@@ -6,6 +6,8 @@ from .align import AlignDevicesHook, has_offloaded_params
 from .attach import attach_align_device_hook, attach_align_device_hook_on_blocks, attach_execution_device_hook
 from .dispatch_hook import DispatchHook
 from .engine import dispatch, dispatched, undispatch
+from .facade import show_device_map
+from .full_state_dict import get_state_dict_from_offload, get_state_dict_offloaded_model
 from .hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module, remove_hook_from_submodules
 from .lazy import LazyTensor
 from .movement import find_device, is_namedtuple, send_to_device
@@ -51,12 +53,15 @@ __all__ = [
     "dispatched",
     "find_device",
     "get_parameter",
+    "get_state_dict_from_offload",
+    "get_state_dict_offloaded_model",
     "has_offloaded_params",
     "is_namedtuple",
     "placement",
     "remove_hook_from_module",
     "remove_hook_from_submodules",
     "send_to_device",
+    "show_device_map",
     "undispatch",
     "update_parameter",
 ]

@@ -340,6 +340,11 @@ class AlignDevicesHook(ModelHook):
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether the module's weights are offloaded and come for its forward (its hook is an `AlignDevicesHook` with `offload`)."""
+    """Whether the module's weights are offloaded and come for a forward: its own, or that of the block around it.
+
+    A module with a hook of another kind, or with several hooks, is answered False, as scripts expect.
+    """
     hook = getattr(module, "_hf_hook", None)
+    if hook is None:
+        return any(isinstance(parameter, LazyTensor) for parameter in module.parameters(recurse=False))
     return isinstance(hook, AlignDevicesHook) and bool(hook.offload)

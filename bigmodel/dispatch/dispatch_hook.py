@@ -39,6 +39,9 @@ class DispatchHook(AlignDevicesHook):
         self._watches = False
         self._newcomers: list[_Newcomer] = []
 
+    # Libraries build hooks anew from those attributes that the constructor's signature names.
+    __init__.__wrapped__ = AlignDevicesHook.__init__  # type: ignore[attr-defined]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> AlignDevicesHook:
         made = super().__deepcopy__(memo)
         assert isinstance(made, DispatchHook)

@@ -1,10 +1,10 @@
-"""What a dispatched model shows to its callers: `to` and `cuda` that do not tear it apart, and a `device` that says where inputs go."""
+"""What a dispatched model shows to its callers: `to` and `cuda` that do not tear it apart, its `device`, where inputs go, and its map."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, cast
 
 import torch
@@ -12,14 +12,32 @@ from torch import nn
 
 from ..devices import accelerator_type
 from ..errors import DispatchError
+from .align import AlignDevicesHook
+from .hooks import add_hook_to_module
 from .lazy import LazyTensor
 
-__all__ = ["put_on_facade", "take_off_facade"]
+__all__ = ["put_on_facade", "show_device_map", "take_off_facade"]
 
 logger = logging.getLogger("bigmodel.big_modeling")
 
 _CLASS = "_bigmodel_plain_class"
 _DEVICE = "_bigmodel_main_device"
+
+
+def show_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    """Leaves the map where helper libraries look for it, and gives the encoder of an encoder-decoder of transformers a hook if it has none.
+
+    On a model with a map, generation asks this hook to bring the encoder's outputs back to the device of its inputs. Without one, it would
+    make a hook from the package that usually dispatches models, which need not be installed.
+    """
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    config: Any = getattr(model, "config", None)
+    find_encoder: Any = getattr(model, "get_encoder", None)
+    if not getattr(config, "is_encoder_decoder", False) or find_encoder is None:
+        return
+    encoder = find_encoder()
+    if isinstance(encoder, nn.Module) and not hasattr(encoder, "_hf_hook"):
+        add_hook_to_module(encoder, AlignDevicesHook(io_same_device=True))
 
 
 def put_on_facade(model: nn.Module, main_device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..dispatch import align_module_device, has_offloaded_params
+from ..dispatch import align_module_device, get_state_dict_from_offload, get_state_dict_offloaded_model, has_offloaded_params
 from ..loading import load_checkpoint_in_model, load_offloaded_weights, load_state_dict, set_module_tensor_to_device
 from ..modules import find_tied_parameters, get_non_persistent_buffers, id_tensor_storage, named_module_tensors
 from ..planning import (
@@ -48,6 +48,8 @@ __all__ = [
     "get_module_leaves",
     "get_module_size_with_ties",
     "get_non_persistent_buffers",
+    "get_state_dict_from_offload",
+    "get_state_dict_offloaded_model",
     "has_offloaded_params",
     "id_tensor_storage",
     "infer_auto_device_map",

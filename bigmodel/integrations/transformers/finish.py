@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...devices import DeviceKey, as_key
-from ...dispatch import AlignDevicesHook, LazyTensor, add_hook_to_module
+from ...dispatch import LazyTensor
 from .keys import TransformersKeys
 from .package import transformers_module
 from .saving import SavePretrained
@@ -28,7 +28,6 @@ def finish(model: Any, path_or_id: str | os.PathLike[str], folder: Path, rules: 
         model.generation_config = _generation_config(folder)
     if getattr(model, "hf_device_map", None) is not None:
         model.hf_device_map = _map_for_libraries(model, model.hf_device_map)
-        _hook_encoder(model)
         if any(isinstance(tensor, LazyTensor) for tensor in (*model.parameters(), *model.buffers())):
             model.save_pretrained = SavePretrained(model)
 
@@ -61,15 +60,3 @@ def _map_for_libraries(model: Any, device_map: dict[str, DeviceKey]) -> dict[str
             expanded |= dict.fromkeys(names, "disk")
         return {"": main} | expanded
     return dict(sorted(device_map.items(), key=lambda item: item[1] != main))
-
-
-def _hook_encoder(model: Any) -> None:
-    """Gives an encoder a hook, on which generation switches on that its outputs come back to the device of its inputs.
-
-    Without one, generation would make a hook from the package that usually dispatches models, which need not be installed.
-    """
-    if not getattr(model.config, "is_encoder_decoder", False) or not model.can_generate():
-        return
-    encoder = model.get_encoder()
-    if not hasattr(encoder, "_hf_hook"):
-        add_hook_to_module(encoder, AlignDevicesHook(io_same_device=True))
