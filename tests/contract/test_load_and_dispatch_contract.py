@@ -125,7 +125,7 @@ def test_strategies(tmp_path, strategy, accelerators):
         empty(Bigger),
         tmp_path / "model.bin",
         device_map=strategy,
-        max_memory={0: 900, 1: 900, "cpu": "1MB"},
+        max_memory={0: 500, 1: 500, "cpu": "1MB"},
         no_split_module_classes=["ModelForTest"],
     )
     assert set(model.hf_device_map.values()) <= {0, 1, "cpu"}
@@ -140,9 +140,9 @@ def test_what_does_not_fit_goes_to_disk(tmp_path):
     x = torch.randn(2, 3)
     torch.save(plain.state_dict(), tmp_path / "model.bin")
     model = load_checkpoint_and_dispatch(
-        empty(Bigger), tmp_path / "model.bin", "auto", {"cpu": 900}, ["ModelForTest"], tmp_path / "offload"
+        empty(Bigger), tmp_path / "model.bin", "auto", {"cpu": 650}, ["ModelForTest"], tmp_path / "offload"
     )
-    assert set(model.hf_device_map.values()) == {"cpu", "disk"}
+    assert "disk" in model.hf_device_map.values()
     assert torch.equal(model(x), plain(x))
 
 
