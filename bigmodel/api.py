@@ -20,6 +20,7 @@ from .dispatch import (
     LazyTensor,
     MappingStore,
     UserCpuOffloadHook,
+    as_store,
     attach_cpu_offload_hook,
     attach_layerwise_casting_hooks,
     dispatch,
@@ -252,8 +253,11 @@ def cpu_offload(
 ) -> nn.Module:
     """Lets every weight of `model` rest in RAM and come to `execution_device` (by default the first parameter's) when it is needed."""
     device = as_device(execution_device) if execution_device is not None else _execution_device(model)
-    weights = state_dict if state_dict is not None else {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
-    return _offload_everything(model, device, MappingStore(weights, kind="cpu"), offload_buffers, preload_module_classes)
+    if state_dict is None:
+        own = model.state_dict().items()
+        away = [(name, value) for name, value in own if not (isinstance(value, LazyTensor) and value.origin.store.kind == "cpu")]
+        state_dict = {name: value.to("cpu") for name, value in away}
+    return _offload_everything(model, device, as_store(state_dict), offload_buffers, preload_module_classes)
 
 
 def disk_offload(
@@ -444,7 +448,7 @@ def _store_for(
         name for name, _ in named_module_tensors(model, recurse=True, remove_non_persistent=True) if device_for(name, devices) == "disk"
     ]
     if not names:
-        return None if state_dict is None else MappingStore(state_dict, kind="cpu")
+        return None if state_dict is None else as_store(state_dict)
     if offload_index is not None:
         return MappingStore(OffloadedWeightsLoader(state_dict=state_dict, save_folder=offload_dir, index=offload_index), kind="disk")
     if offload_dir is None:

@@ -163,16 +163,18 @@ def test_removal_takes_moving_methods_off_the_instance(method):
     assert method not in module.__dict__
 
 
-def test_traced_modules_can_be_recompiled_under_a_hook():
-    model, x, _ = ready()
+def test_traced_modules_can_still_be_changed_after_a_hook():
+    model, x, expected = ready()
     traced = symbolic_trace(model)
-    add_hook_to_module(traced, TimesTwoAfter())
-    before = traced(x)
-    node = next(node for node in traced.graph.nodes if node.target == "linear2")
-    node.target = "batchnorm"
+    add_hook_to_module(traced, ModelHook())
+    assert torch.equal(traced(x), expected)
+    remove_hook_from_module(traced, recurse=True)
+    last = next(node for node in traced.graph.nodes if node.name == "linear2")
+    with traced.graph.inserting_after(last):
+        added = traced.graph.call_function(torch.sigmoid, (last,))
+    next(node for node in traced.graph.nodes if node.op == "output").replace_input_with(last, added)
     traced.recompile()
-    remove_hook_from_module(traced)
-    assert before.shape == (2, 5)
+    assert torch.equal(traced(x), torch.sigmoid(expected))
 
 
 def test_the_hook_on_a_resized_module_can_be_put_on_the_new_one():

@@ -73,6 +73,22 @@ def test_balanced_over_devices():
     assert get_balanced_memory(model, max_memory={0: 1000, 1: 5000, 2: 5000}) == {0: 1000, 1: 1300, 2: 5000}
 
 
+@pytest.mark.parametrize(
+    ("given", "low_zero", "balanced"),
+    [
+        ({0: 200, 1: 200}, False, {0: 200, 1: 200}),
+        ({0: 300, 1: 500}, False, {0: 215, 1: 500}),
+        ({0: 300, 1: 500, "cpu": 1000}, False, {0: 215, 1: 500, "cpu": 1000}),
+        ({0: 0, 1: 300, 2: 300}, False, {0: 0, 1: 215, 2: 300}),
+        ({0: 0, 1: 300, 2: 300, 3: 500}, False, {0: 0, 1: 175, 2: 175, 3: 500}),
+        ({0: 300, 1: 300}, True, {0: 0, 1: 300}),
+        ({0: 300, 1: 300, 2: 300}, True, {0: 0, 1: 215, 2: 300}),
+    ],
+)
+def test_the_plain_model_balanced(given, low_zero, balanced):
+    assert get_balanced_memory(ModelForTest(), given, low_zero=low_zero) == balanced
+
+
 def test_low_zero_leaves_the_first_device_what_the_others_cannot_take():
     model = nn.Sequential(*[nn.Linear(10, 10, bias=False) for _ in range(6)])
     assert get_balanced_memory(model, {0: 5000, 1: 5000, 2: 5000}, low_zero=True) == {0: 0, 1: 1700, 2: 5000}

@@ -9,7 +9,7 @@ import torch
 from contract_models import ReadsItsChild, copy_of, devices, ready
 from torch import nn
 
-from bigmodel import cpu_offload, cpu_offload_with_hook, disk_offload
+from bigmodel import cpu_offload, cpu_offload_with_hook, disk_offload, placement
 from bigmodel.hooks import UserCpuOffloadHook, remove_hook_from_submodules
 
 PARAMETERS = ("linear1.weight", "linear1.bias", "batchnorm.weight", "batchnorm.bias", "linear2.weight", "linear2.bias")
@@ -56,6 +56,24 @@ def test_twice_is_once(offload):
     offload(model)
     offload(model)
     torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=0)
+
+
+def test_weights_that_rest_in_ram_are_not_copied():
+    model, x, expected = ready()
+    address = model.linear1.weight.data_ptr()
+    for _ in range(2):
+        cpu_offload(model)
+        assert model.linear1._hf_hook.weights_map["weight"].data_ptr() == address
+        torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=0)
+    assert model.linear1.weight.device.type == "meta"
+
+
+def test_from_ram_to_disk_and_back(tmp_path):
+    model, x, expected = ready()
+    for offload, rests in ((cpu_offload, "cpu"), (lambda model: disk_offload(model, tmp_path), "disk"), (cpu_offload, "cpu")):
+        offload(model)
+        assert {row.rests for row in placement(model).rows if row.counters is not None} == {rests}
+        torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("classes", [None, ["ReadsItsChild"]])
