@@ -94,13 +94,16 @@ def dispatch(
         preload_module_classes=preload_module_classes,
     )
     tensors = registered_tensors(model)
+    # Ties are brought once whatever it says; libraries look for the addresses of tied weights in it.
+    tied = [each.tensor for each in tensors if len(each.places) > 1 and type(each.tensor) is nn.Parameter]
+    tied_params_map: dict[int, Any] = {tensor.data_ptr(): {} for tensor in tied if tensor.device.type != "meta"}
     known = frozenset(store.names()) if store is not None else frozenset()
     decisions = [_decide(plan, tensor, store, known, offload_buffers) for tensor in tensors]
     _strip(model)
     schedule = Schedule(prefetch=prefetch, ring_bytes=ring_bytes)
     groups = _offload(plan, decisions, schedule)
     state = Dispatched(dict(plan.device_map), main_device, schedule)
-    _hook(plan, groups, state, skip_keys=skip_keys, force=force_hooks)
+    _hook(plan, groups, state, skip_keys=skip_keys, force=force_hooks, tied_params_map=tied_params_map)
     if state.hooked:
         model.__dict__[_STATE] = state
         put_on_facade(model, main_device)
@@ -254,7 +257,9 @@ def _is_lazy(group: Group) -> bool:
     return all(isinstance(slot.resting, LazyTensor) for slot in group.slots)
 
 
-def _hook(plan: Cut, groups: dict[str, list[Group]], state: Dispatched, *, skip_keys: Any, force: bool) -> None:
+def _hook(
+    plan: Cut, groups: dict[str, list[Group]], state: Dispatched, *, skip_keys: Any, force: bool, tied_params_map: dict[int, Any]
+) -> None:
     """Adds the hooks: at the units that bring groups, and wherever arguments may have to change devices."""
     devices = {plan.tensor_runs(name) for name, _ in plan.model.named_parameters(remove_duplicate=False)}
     moves = len(devices | {state.main_device}) > 1 or (len(set(plan.device_map.values())) > 1 and state.main_device.type != "cpu")
@@ -292,7 +297,7 @@ def _hook(plan: Cut, groups: dict[str, list[Group]], state: Dispatched, *, skip_
             io_same_device=back,
             skip_keys=skip_keys,
             place_submodules=name in plan.units,
-            tied_params_map={},
+            tied_params_map=tied_params_map,
         )
         at_rest = [
             group for group in of_unit if reads_rows_only(module) and all(isinstance(slot.resting, LazyTensor) for slot in group.slots)

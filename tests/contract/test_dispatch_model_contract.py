@@ -306,6 +306,52 @@ def test_tied_weights_are_on_the_device_once(accelerators):
         assert torch.sim.max_memory_allocated(device) < 1.5 * model.embed.weight.nbytes
 
 
+def test_nested_modules_that_share_an_offloaded_weight_bring_it_once(accelerators):
+    (device,) = accelerators(1)
+
+    class Inner(nn.Module):
+        def __init__(self, shared: nn.Parameter) -> None:
+            super().__init__()
+            self.weight = shared
+            self.own = nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            return x * self.own + self.weight.max()
+
+    class Outer(nn.Module):
+        def __init__(self, shared: nn.Parameter) -> None:
+            super().__init__()
+            self.weight = shared
+            self.inner = Inner(shared)
+
+        def forward(self, x):
+            return x * self.weight.min() + self.inner(x)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shared = nn.Parameter(torch.randn(200, 200))
+            self.first, self.second = Outer(shared), Outer(shared)
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    model = Both()
+    x = torch.ones(2)
+    expected = model(x)
+    address, nbytes = model.first.weight.data_ptr(), model.first.weight.nbytes
+    dispatch_model(model, {"first": "cpu", "second.inner.own": 0, "second": "cpu"})
+    assert model.first._hf_hook.weights_map["weight"].data_ptr() == address
+    assert model.first.weight is model.second.inner.weight
+    torch.sim.reset_peak_memory_stats(device)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(x), expected)
+    assert torch.sim.max_memory_allocated(device) < 1.5 * nbytes
+    assert model.first._hf_hook.tied_params_map[address] == {}
+    assert model.second._hf_hook.tied_params_map[address] == {}
+
+
 def test_a_deep_copy_is_independent(tmp_path):
     model, x, expected = ready()
     dispatch_model(model, CPU_AND_DISK, offload_dir=tmp_path)
