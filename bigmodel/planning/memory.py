@@ -156,11 +156,11 @@ def get_balanced_memory(
 
 
 def _largest_block_bytes(model: nn.Module, sizes: Mapping[str, int], no_split_module_classes: str | Collection[str] | None) -> int:
-    """The biggest of the first modules found of each block class."""
+    """The biggest of the first modules found of each block class, the model itself left out."""
     first: dict[str, int] = {}
     classes = class_names(no_split_module_classes)
     for name, module in model.named_modules():
-        if type(module).__name__ in classes:
+        if name and type(module).__name__ in classes:
             first.setdefault(type(module).__name__, sizes.get(name, 0))
     return max(first.values(), default=0)
 

@@ -101,6 +101,16 @@ def test_blocks_count_as_slack(classes):
     assert found == {0: 354 + int(1.25 * 236), 1: 5000}
 
 
+def test_the_model_itself_is_no_block():
+    class Nested(nn.Module):
+        def __init__(self, *children: nn.Module) -> None:
+            super().__init__()
+            self.parts = nn.Sequential(*children)
+
+    model = Nested(*[Nested(nn.Linear(10, 10, bias=False)) for _ in range(4)])  # 400 bytes each
+    assert get_balanced_memory(model, {0: 5000, 1: 5000}, ["Nested"]) == {0: 800 + 500, 1: 5000}
+
+
 def test_one_device_is_left_as_it_was_given():
     assert get_balanced_memory(ModelForTest(), {0: 300, "cpu": 5}) == {0: 300, "cpu": 5}
     assert get_balanced_memory(ModelForTest(), {0: 300, "cpu": 5}, low_zero=True) == {0: 300, "cpu": 5}
