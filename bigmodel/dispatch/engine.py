@@ -19,7 +19,7 @@ from .cut import Cut, Registered, cut, distinct_owners, registered_tensors, runs
 from .dispatch_hook import DispatchHook
 from .facade import put_on_facade, take_off_facade
 from .group import Group, Owner
-from .hooks import ModelHook, SequentialHook, add_hook_to_module, hooks_of, remove_hook_from_module
+from .hooks import DISPATCHED, ModelHook, SequentialHook, add_hook_to_module, hooks_of, remove_hook_from_module
 from .lazy import LazyTensor
 from .offload import Resting, check_rests, make_group, restore, set_tensor
 from .origin import Tally
@@ -28,8 +28,6 @@ from .schedule import Schedule
 from .stores import MemoryStore
 
 __all__ = ["Dispatched", "dispatch", "dispatched", "undispatch"]
-
-_STATE = "_bigmodel_dispatched"
 
 
 @dataclass
@@ -47,10 +45,16 @@ class Dispatched:
         made.hooked = [deepcopy(module, memo) for module in self.hooked]
         return made
 
+    def end(self, model: nn.Module) -> None:
+        """Frees the buffers, and takes off the model what `dispatch` left on it beside the hooks."""
+        self.schedule.close()
+        take_off_facade(model)
+        model.__dict__.pop(DISPATCHED, None)
+
 
 def dispatched(model: nn.Module) -> Dispatched | None:
     """What `dispatch` left on the model; None if it is not dispatched."""
-    state = model.__dict__.get(_STATE)
+    state = model.__dict__.get(DISPATCHED)
     return state if isinstance(state, Dispatched) else None
 
 
@@ -105,7 +109,7 @@ def dispatch(
     state = Dispatched(dict(plan.device_map), main_device, schedule)
     _hook(plan, groups, state, skip_keys=skip_keys, force=force_hooks, tied_params_map=tied_params_map)
     if state.hooked:
-        model.__dict__[_STATE] = state
+        model.__dict__[DISPATCHED] = state
         put_on_facade(model, main_device)
     return model
 
@@ -329,15 +333,13 @@ def _strip(model: nn.Module) -> None:
     state = dispatched(model)
     if state is None:
         return
-    state.schedule.close()
+    state.end(model)
     for module in state.hooked:
         kept = [hook for hook in hooks_of(module) if not isinstance(hook, DispatchHook)]
         for hook in hooks_of(module):
             if isinstance(hook, DispatchHook):
                 hook.release()
         _keep_hooks(module, kept)
-    take_off_facade(model)
-    model.__dict__.pop(_STATE)
 
 
 def _keep_hooks(module: nn.Module, kept: list[ModelHook]) -> None:

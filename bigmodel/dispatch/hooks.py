@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 __all__ = [
+    "DISPATCHED",
     "ModelHook",
     "SequentialHook",
     "add_hook_to_module",
@@ -23,6 +24,9 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 H = TypeVar("H", bound="ModelHook")
+
+DISPATCHED = "_bigmodel_dispatched"
+"""The attribute under which a dispatched model carries what belongs to its dispatch. Its `end` is called when the last hook is gone."""
 
 _MOVING_METHODS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "neuron", "hpu")
 """Methods that a dispatch puts on the instance of the root module."""
@@ -178,6 +182,9 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     if recurse:
         for child in module.children():
             remove_hook_from_module(child, recurse)
+    dispatched = module.__dict__.get(DISPATCHED)
+    if dispatched is not None and not any(hasattr(part, "_hf_hook") for part in module.modules()):
+        dispatched.end(module)
     return module
 
 

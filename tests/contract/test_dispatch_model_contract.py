@@ -14,7 +14,7 @@ from torch import nn
 
 import bigmodel.big_modeling
 from bigmodel import dispatch_model
-from bigmodel.hooks import AlignDevicesHook, remove_hook_from_submodules
+from bigmodel.hooks import AlignDevicesHook, remove_hook_from_module, remove_hook_from_submodules
 from bigmodel.utils import OffloadedWeightsLoader, offload_state_dict
 
 CPU_AND_DISK = {"linear1": "disk", "batchnorm": "cpu", "linear2": "disk"}
@@ -270,6 +270,49 @@ def test_after_the_hooks_are_off_the_model_moves_silently(tmp_path, caplog, acce
     with torch.no_grad():
         assert torch.equal(model(x.to(device)).cpu(), expected)
     assert not any(hasattr(module, "_hf_hook") or hasattr(module, "_old_forward") for module in model.modules())
+
+
+class HasDevice(ModelForTest):
+    @property
+    def device(self) -> torch.device:
+        return self.linear1.weight.device
+
+
+@pytest.mark.parametrize("way", ["dispatch", "root alone", "copy"])
+def test_after_the_hooks_are_off_the_model_is_a_plain_one(tmp_path, accelerators, way):
+    (device,) = accelerators(1)
+    model = HasDevice().eval()
+    x = torch.randn(2, 3)
+    expected = model(x)
+    if way == "root alone":
+        model = nn.Linear(3, 4)
+        kind, expected = nn.Linear, model(x)
+        dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
+        remove_hook_from_module(model)
+    else:
+        kind = HasDevice
+        dispatch_model(model, GPU_AND_ALL, offload_dir=tmp_path)
+        assert model.device == device
+        model = copy.deepcopy(model) if way == "copy" else model
+        remove_hook_from_submodules(model)
+        model.to("cpu")
+        assert model.device.type == "cpu"
+        model.to(device)
+        assert model.device == device
+        model.to("cpu")
+    assert type(model) is kind
+    assert not any(name.startswith("_bigmodel") for name in vars(model))
+    assert torch.equal(model(x), expected)
+    torch.save(model, tmp_path / "whole.bin")
+    assert torch.equal(torch.load(tmp_path / "whole.bin", weights_only=False)(x), expected)
+
+
+def test_hooks_of_the_root_alone_leave_the_blocks_dispatched(tmp_path):
+    model, x, expected = ready()
+    dispatch_model(model, CPU_AND_DISK, offload_dir=tmp_path)
+    remove_hook_from_module(model)
+    assert model.linear1.weight.device.type == "meta"
+    torch.testing.assert_close(model(x), expected)
 
 
 def test_tied_weights_stay_one_object(tmp_path, accelerators):
