@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,14 +25,30 @@ def generate(
 ) -> None:
     """Loads a causal language model under the given budgets and streams its answer to the prompt."""
     try:
-        from transformers import AutoTokenizer, TextStreamer
+        from transformers import TextStreamer
     except ImportError as error:
         raise MissingPackageError('`bigmodel generate` needs transformers: pip install "bigmodel[transformers]"') from error
+    tokenizer = _tokenizer(model)  # takes a moment; the weights of a model that nobody can talk to would take minutes
     loaded = from_pretrained(model, device_map=device_map, max_memory=parse_max_memory(max_memory), dtype=dtype)
     if not loaded.can_generate():
         raise BigModelError(f"{model} is a {type(loaded).__name__}, which does not generate text: name a causal language model.")
-    tokenizer = AutoTokenizer.from_pretrained(model)
     if show_plan:
         print(placement(loaded))
     inputs = tokenizer(prompt, return_tensors="pt").to(loaded.device)
     loaded.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=TextStreamer(tokenizer, skip_special_tokens=True))
+
+
+def _tokenizer(model: str) -> Any:
+    """The tokenizer in a folder or on the hub. Raises `BigModelError`, naming it, where there is none that works."""
+    from transformers import AutoTokenizer
+
+    advice = "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) beside config.json."
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    # A missing file, a missing package and a damaged file come as errors of many types, some of them bare Exceptions.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise BigModelError(f"{model}: no tokenizer that works. {advice} transformers says: {type(error).__name__}: {reason}") from error
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what some classes make of a folder without these files
+        raise BigModelError(f"{model}: its {type(tokenizer).__name__} has no vocabulary. {advice}")
+    return tokenizer

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from ..loading import Checkpoint
 from ..text import bytes_text
@@ -28,10 +29,11 @@ def inspect(
     if as_json:
         print_json(facts)
         return
-    console.print(
-        f"[bold]{found.location}[/]: {found.format}, {len(found.files)} files, {len(found.entries)} tensors, "
+    summary = (
+        f": {found.format}, {_counted(len(found.files), 'file')}, {_counted(len(found.entries), 'tensor')}, "
         f"{bytes_text(found.total_bytes)}. Headers are sound."
     )
+    console.print(Text.assemble((str(found.location), "bold"), summary), soft_wrap=True)
     _print_sizes("dtype", facts["bytes_by_dtype"], found.total_bytes)
     _print_sizes("module", facts["bytes_by_module"], found.total_bytes)
     if tensors:
@@ -39,6 +41,10 @@ def inspect(
         for name, entry in found.entries.items():
             table.add_row(name, _dtype_name(entry.dtype), str(list(entry.shape)), bytes_text(entry.nbytes), entry.file.name)
         console.print(table)
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _facts(found: Checkpoint, depth: int) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from .. import __version__
 from ..errors import BigModelError
 from .env import env
 from .generate import generate
@@ -17,11 +18,25 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="bigmodel",
-    help="PyTorch models that are too big for where they have to run: look into checkpoints, plan device maps, generate text.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"bigmodel {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)] = False,
+) -> None:
+    """PyTorch models that are too big for where they have to run: look into checkpoints, plan device maps, generate text."""
+
+
 app.command()(inspect)
 app.command()(plan)
 app.command()(generate)

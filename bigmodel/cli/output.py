@@ -7,10 +7,12 @@ import sys
 from typing import Any, NoReturn
 
 from rich.console import Console
+from rich.text import Text
 
 __all__ = ["console", "fail", "print_json"]
 
-console = Console()
+console = Console(markup=False, emoji=False)
+"""Prints tables. Names and paths are not ours: `[red]` or `:tada:` in one is text, not a style."""
 
 
 def print_json(data: Any) -> None:
@@ -20,5 +22,5 @@ def print_json(data: Any) -> None:
 
 def fail(message: str, code: int = 1) -> NoReturn:
     """The message on stderr, then exit."""
-    Console(stderr=True).print(f"[bold red]Error:[/] {message}", highlight=False, soft_wrap=True)
+    Console(stderr=True).print(Text.assemble(("Error:", "bold red"), " ", message), soft_wrap=True)
     sys.exit(code)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import bigmodel
 from bigmodel.cli.main import main
 from bigmodel.cli.plan import parse_max_memory
 from bigmodel.errors import PlanError
@@ -60,6 +61,35 @@ def test_inspect_of_a_missing_file_names_it(tmp_path: Path, capsys: pytest.Captu
     code, _, error = run(capsys, "inspect", tmp_path / "nowhere.safetensors")
     assert code == 1
     assert "nowhere.safetensors" in error.replace("\n", "")
+
+
+def test_paths_and_messages_are_never_markup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("[/red]nope", "[bold]x[/].safetensors", "[/]:tada:.safetensors"):
+        code, out, error = run(capsys, "inspect", name)
+        assert code == 1
+        assert out == ""
+        assert error.startswith(f"Error: {name}: ")
+    file = tmp_path / "[bold]x[b] :tada:.safetensors"
+    save_file({"[red]w[/]": torch.zeros(2), "[/b]": torch.zeros(2)}, file)
+    code, out, _ = run(capsys, "inspect", file, "--tensors")
+    assert code == 0
+    assert out.startswith(str(file))
+    assert "[red]w[/]" in out
+    assert "[/b]" in out
+
+
+def test_the_first_line_of_inspect_is_one_line_and_counts_in_the_singular(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    save_file({"weight": torch.zeros(2)}, folder / "model.safetensors")
+    _, out, _ = run(capsys, "inspect", folder)
+    assert out.splitlines()[0] == f"{folder}: safetensors, 1 file, 1 tensor, 8 B. Headers are sound."
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--version")
+    assert code == 0
+    assert out == f"bigmodel {bigmodel.__version__}\n"
 
 
 def test_plan_keeps_the_budgets(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,3 +183,23 @@ def test_generate_of_a_model_that_does_not_generate_says_so(llama: Path, capsys:
     code, _, error = run(capsys, "generate", llama, "--prompt", "hello")
     assert code == 1
     assert "BertModel" in error
+
+
+@pytest.mark.parametrize("damage", ["missing", "broken", "no words"])
+def test_generate_without_a_usable_tokenizer_says_so_before_it_loads(
+    llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    for file in llama.glob("tokenizer*"):
+        file.unlink()
+    if damage == "broken":
+        (llama / "tokenizer.json").write_text("{broken")
+    if damage == "no words":  # transformers makes a tokenizer without a vocabulary from such a configuration
+        from transformers import GPT2Config
+
+        GPT2Config().save_pretrained(llama)
+    monkeypatch.setattr("bigmodel.cli.generate.from_pretrained", lambda *_, **__: pytest.fail("the weights were loaded"))
+    code, _, error = run(capsys, "generate", llama, "--prompt", "hello")
+    assert code == 1
+    assert error.startswith(f"Error: {llama}: ")
+    assert "tokenizer" in error
+    assert "Traceback" not in error
