@@ -301,3 +301,25 @@ def test_scripts_may_patch_the_map_check(plain: Tied, monkeypatch: pytest.Monkey
     monkeypatch.setattr(bigmodel.big_modeling, "check_device_map", lambda *arguments: seen.append(arguments))
     bigmodel.dispatch_model(plain, {"": "cpu"})
     assert len(seen) == 1
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x)[0]
+
+
+@pytest.mark.parametrize("first", ["cpu", "disk"])
+def test_a_map_may_name_the_parts_of_a_module_that_is_never_cut(tmp_path: Path, first: str) -> None:
+    torch.manual_seed(0)
+    plain = Attention().eval()
+    checkpoint = checkpoint_of(plain, tmp_path / "checkpoint")
+    others = {"cpu": "disk", "disk": "cpu"}
+    device_map = {name: first if index % 2 else others[first] for index, name in enumerate(plain.state_dict())}
+    model = bigmodel.load_checkpoint_and_dispatch(empty(Attention), checkpoint, device_map=device_map)
+    x = torch.randn(3, 2, 16)
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))

@@ -20,6 +20,7 @@ from .hooks import ModelHook, outside_compilation
 from .lazy import LazyTensor
 from .movement import Moves, find_device, is_tensor_on, move
 from .offload import Resting, WeightsMap, make_group, restore, set_tensor
+from .recall import recalled
 from .schedule import Schedule
 from .stores import as_store
 
@@ -103,7 +104,7 @@ class AlignDevicesHook(ModelHook):
         self._ties: Mapping[int, list[Owner]] = {}
         self._prepared = False
         self._positions: tuple[str, ...] | None = None
-        self._calls: dict[int, list[tuple[torch.device | None, Moves | None]]] = {}
+        self._calls: dict[int, list[tuple[torch.device | None, Moves | None, Any]]] = {}
 
     def __repr__(self) -> str:
         return (
@@ -254,12 +255,17 @@ class AlignDevicesHook(ModelHook):
             raise
         for group in self._at_rest:
             group.begin_lookup()
-        self._calls.setdefault(threading.get_ident(), []).append((input_device, moves))
+        recall = recalled(self._groups)
+        if recall is not None:
+            recall.__enter__()
+        self._calls.setdefault(threading.get_ident(), []).append((input_device, moves, recall))
         return args, kwargs
 
     @outside_compilation
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        input_device, moves = self._pop()
+        input_device, moves, recall = self._pop()
+        if recall is not None:
+            recall.__exit__()
         self._exit_groups()
         if moves is not None:
             moves.write_back()
@@ -270,7 +276,9 @@ class AlignDevicesHook(ModelHook):
 
     @outside_compilation
     def forward_failed(self, module: nn.Module) -> None:
-        self._pop()
+        _, _, recall = self._pop()
+        if recall is not None:
+            recall.__exit__()
         self._exit_groups()
         self._abort()
 
@@ -318,7 +326,7 @@ class AlignDevicesHook(ModelHook):
             )
         return args, {name: value if name in skipped else move(value, device, skipped, moves) for name, value in kwargs.items()}
 
-    def _pop(self) -> tuple[torch.device | None, Moves | None]:
+    def _pop(self) -> tuple[torch.device | None, Moves | None, Any]:
         thread = threading.get_ident()
         stack = self._calls.get(thread)
         if not stack:

@@ -99,8 +99,19 @@ class Cut:
 
     def _covering(self, name: str) -> str | None:
         # A module that reads its children's weights is never cut: they are where it is.
-        whole = next((atom for atom in self.atoms if _is_within(name, atom)), name)
-        return covering_entry(whole, self.device_map)
+        whole = next((atom for atom in self.atoms if _is_within(name, atom)), None)
+        if whole is None:
+            return covering_entry(name, self.device_map)
+        entry = covering_entry(whole, self.device_map)
+        return entry if entry is not None else self._fastest_within(whole)
+
+    def _fastest_within(self, module: str) -> str | None:
+        """Where a map names only parts of a module that is never cut: the entry that is nearest to the arithmetic speaks for all."""
+
+        def distance(entry: str) -> int:
+            return {"cpu": 1, "disk": 2}.get(str(self.device_map[entry]), 0)
+
+        return min((entry for entry in self.device_map if _is_within(entry, module)), key=distance, default=None)
 
     def rests(self, name: str) -> str:
         """`"resident"`, `"cpu"` or `"disk"`."""

@@ -20,6 +20,7 @@ from ..protocols import Read, Store
 from .lazy import LazyTensor
 from .origin import Origin
 from .pool import Buffer, Pool
+from .transforms import outside_transforms
 
 __all__ = ["Counters", "Group", "Owner", "Reading", "Slot", "swap_parameter"]
 
@@ -262,7 +263,8 @@ class Group:
         """Puts the real weights into their modules, once for all that are in at the same time."""
         with self._lock:
             if self._uses == 0:
-                self._swap_in()
+                with outside_transforms():
+                    self._swap_in()
             elif self._buffer is not None:
                 self.pool.wait_ready(self._buffer)
             self._uses += 1
@@ -275,7 +277,8 @@ class Group:
                 self.pool.mark_used(self._buffer)
             self._uses -= 1
             if self._uses == 0:
-                self._swap_out()
+                with outside_transforms():
+                    self._swap_out()
 
     def begin_lookup(self) -> None:
         """A forward begins that reads single rows of the weights where they rest."""
@@ -300,6 +303,15 @@ class Group:
                     if isinstance(present.slot.resting, LazyTensor) and present.slot.resting.origin is origin:
                         self._uses += 1
                         return present.real
+        return None
+
+    def place_of(self, storage: int, offset: int, dtype: torch.dtype) -> tuple[Slot, int] | None:
+        """The slot at byte `offset` of the memory `storage`, and the bytes from its beginning; None if that is not this group's."""
+        if self._buffer is None or self._buffer.storage._cdata != storage:
+            return None
+        for slot, start, shape, _, kept in self.layout.places:
+            if start <= offset < start + shape.numel() * kept.itemsize:
+                return (slot, offset - start) if kept == dtype else None
         return None
 
     def _swap_in(self) -> None:
@@ -334,9 +346,13 @@ class Group:
                 assert self._buffer is not None
                 view = torch.empty(0, dtype=dtype, device=device).set_(self._buffer.storage, offset // dtype.itemsize, shape, stride)
                 resting = slot.resting
+                if frozen and resting.requires_grad:
+                    _tell_frozen(resting)
                 self._put(slot, swap_parameter(slot.parameter_class, view, resting, resting.requires_grad and not frozen), copied=True)
             for slot, lend, name in layout.lent:
                 resting = slot.resting
+                if frozen and resting.requires_grad:
+                    _tell_frozen(resting)
                 real = swap_parameter(slot.parameter_class, lend(name), resting, resting.requires_grad and not frozen)
                 self._put(slot, real, copied=False)
             for slot in layout.elsewhere:
@@ -374,6 +390,11 @@ class Group:
             origin.write(value)
         if buffer is not None:
             self.pool.release(buffer, self)
+
+
+def _tell_frozen(resting: torch.Tensor) -> None:
+    if isinstance(resting, LazyTensor):
+        resting.origin.tally.no_gradient(resting.origin.label)
 
 
 def _statistics(slot: Slot, owners: list[Owner]) -> bool:
