@@ -106,6 +106,7 @@ def dispatch(
     _strip(model)
     schedule = Schedule(prefetch=prefetch, ring_bytes=ring_bytes)
     groups = _offload(plan, decisions, schedule)
+    _lend_first_layers(model, groups)
     state = Dispatched(dict(plan.device_map), main_device, schedule)
     _hook(plan, groups, state, skip_keys=skip_keys, force=force_hooks, tied_params_map=tied_params_map)
     if state.hooked:
@@ -255,6 +256,15 @@ def _settle(tensor: Registered, device: torch.device, store: Store | None, key: 
         real = value.to(device)  # a subclass with state of its own (packed weights) knows how to move it
     set_tensor(tensor.owners, real)
     return real
+
+
+def _lend_first_layers(model: nn.Module, groups: dict[str, list[Group]]) -> None:
+    """Brings the first layer of an `nn.TransformerEncoder` for its whole forward: its weights decide how padding is skipped."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.TransformerEncoder):
+            first = groups.get(f"{name}.layers.0" if name else "layers.0", [])
+            if first:
+                groups.setdefault(name, []).extend(first)
 
 
 def _is_lazy(group: Group) -> bool:

@@ -931,3 +931,22 @@ def test_module_without_tensor_arguments_on_another_device_puts_out_on_its_paren
     expected = run(model, x)
     dispatch(model, {"linear": 0, "table": 1}, main_device=torch.device("sim:0"))
     assert torch.equal(run(model, x).cpu(), expected)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_encoder_with_padding_skips_it_as_the_plain_one_does(tmp_path, inside):  # on CPU: the simulator has no nested tensors
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 3).eval()
+    model = nn.Sequential(encoder) if inside else encoder
+    x = torch.randn(2, 5, 16)
+    padding = torch.tensor([[False, False, False, True, True], [False, False, False, False, True]])
+
+    def outputs() -> torch.Tensor:
+        with torch.no_grad():
+            return encoder(x, src_key_padding_mask=padding).cpu()
+
+    expected = outputs()
+    on_disk(model, tmp_path)
+    for _ in range(2):
+        assert torch.equal(outputs(), expected)
