@@ -267,10 +267,6 @@ def _lend_first_layers(model: nn.Module, groups: dict[str, list[Group]]) -> None
                 groups.setdefault(name, []).extend(first)
 
 
-def _is_lazy(group: Group) -> bool:
-    return all(isinstance(slot.resting, LazyTensor) for slot in group.slots)
-
-
 def _hook(
     plan: Cut, groups: dict[str, list[Group]], state: Dispatched, *, skip_keys: Any, force: bool, tied_params_map: dict[int, Any]
 ) -> None:

@@ -79,17 +79,6 @@ class Transfer:
                 for transfer in piece.origin.inputs:
                     yield from transfer.entries()
 
-    @property
-    def whole_entry(self) -> Entry | None:
-        """The entry whose bytes, untouched and contiguous, are this tensor; None where something is put together, turned or cast."""
-        if len(self.pieces) != 1:
-            return None
-        (piece,) = self.pieces
-        entry = piece.origin
-        if not isinstance(entry, Entry) or entry.strides is not None or entry.dtype != self.dtype or piece.shape != self.shape:
-            return None
-        return entry if entry.shape == self.shape and piece.source_strides == contiguous_strides(self.shape) else None
-
     def rows(self, start: int, length: int) -> Transfer:
         """The transfer of rows `start … start + length` of the first dimension alone."""
         return self.gathered([(start, length)])
