@@ -62,10 +62,6 @@ class MemoryStore(_RamStore):
         """Takes `tensor` itself, detached; brought to CPU if it is elsewhere."""
         self._tensors[name] = tensor.detach().to("cpu")
 
-    def discard(self, name: str) -> None:
-        """Lets go of `name`, if it is here."""
-        self._tensors.pop(name, None)
-
     def names(self) -> Collection[str]:
         """The names kept here."""
         return self._tensors.keys()
