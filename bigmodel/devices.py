@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ __all__ = [
     "current_device",
     "device_memory",
     "has_streams",
+    "machine_text",
     "on_stream",
     "private_bytes",
     "synchronize",
@@ -57,10 +59,10 @@ def as_key(device: object, *, where: str = "") -> DeviceKey:
     place = f" ({where})" if where else ""
     if isinstance(device, bool):
         raise PlanError(f"{device!r} is not a device{place}. Use an accelerator's index, 'cpu' or 'disk'.")
-    if isinstance(device, int):
+    if isinstance(device, numbers.Integral):  # numpy's integers too
         if device < 0:
             raise PlanError(f"Device index {device} is negative{place}.")
-        return device
+        return int(device)
     if isinstance(device, str):
         if device == "disk":
             return device
@@ -84,21 +86,29 @@ def as_key(device: object, *, where: str = "") -> DeviceKey:
 def as_device(device: object) -> torch.device:
     """The torch device behind an entry of a device map; an index means this machine's accelerator.
 
-    Raises `PlanError` for `"disk"` (no arithmetic happens there), for an index on a machine without an accelerator, and for an index
-    that is out of range.
+    Raises `PlanError` for `"disk"` (no arithmetic happens there), and for an index or a type (`"cuda"`, `"xpu:3"`) that this machine lacks,
+    naming what it has.
     """
     key = as_key(device)
     if key == "disk":
         raise PlanError("'disk' holds weights but cannot run a module: name an accelerator or 'cpu' as the execution device.")
-    if isinstance(key, str):
-        return torch.device(key)
+    kind = accelerator_type()
+    if key in ("cpu", "meta") or (key == "mps" and kind == "mps"):
+        return torch.device(str(key))
+    if isinstance(key, str) or kind is None or key >= torch.accelerator.device_count():
+        raise PlanError(f"Device {device!r} asked for, but {machine_text()}.")
+    return torch.device(kind, key)
+
+
+def machine_text() -> str:
+    """What this machine computes on, for messages: `"there are 2 accelerators of type 'cuda' (0 to 1), and 'cpu'"`."""
     kind = accelerator_type()
     if kind is None:
-        raise PlanError(f"Device {key} asked for, but torch sees no accelerator on this machine. Use 'cpu' or 'disk'.")
+        return "torch sees no accelerator on this machine, only 'cpu'"
     count = torch.accelerator.device_count()
-    if key >= count:
-        raise PlanError(f"Device {key} asked for, but there are {count} accelerators of type {kind!r} (0 to {count - 1}).")
-    return torch.device(kind, key)
+    if count == 1:
+        return f"there is 1 accelerator of type {kind!r} (0), and 'cpu'"
+    return f"there are {count} accelerators of type {kind!r} (0 to {count - 1}), and 'cpu'"
 
 
 def _module(device: torch.device) -> Any:

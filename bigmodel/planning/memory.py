@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import numbers
 from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 from ..constants import MiB
-from ..devices import DeviceKey, accelerators, as_key, available_host_bytes, device_memory
+from ..devices import DeviceKey, accelerators, as_key, available_host_bytes, device_memory, machine_text
 from ..errors import PlanError
 from .sizes import DtypeLike, class_names, compute_module_sizes, convert_file_size_to_int, get_module_leaves
 
@@ -65,11 +67,10 @@ def get_max_memory(max_memory: MutableMapping[Any, Any] | None = None) -> dict[A
             budgets["cpu"] = available_host_bytes()
         return budgets
     for key, size in max_memory.items():
+        nbytes = _budget_bytes(key, size)
         if isinstance(size, str):
-            max_memory[key] = convert_file_size_to_int(size)
-        elif not isinstance(size, float):
-            convert_file_size_to_int(size)
-    indices = sorted(key for key in max_memory if isinstance(key, int) and not isinstance(key, bool))
+            max_memory[key] = nbytes
+    indices: list[Any] = sorted(key for key in max_memory if not isinstance(key, bool) and isinstance(key, numbers.Integral))
     for key in max_memory:
         if key not in indices and key not in _TIERS:
             raise PlanError(f"Device {key} is not recognized, available devices are integers(for GPU/XPU), 'mps', 'cpu' and 'disk'")
@@ -77,7 +78,21 @@ def get_max_memory(max_memory: MutableMapping[Any, Any] | None = None) -> dict[A
     for index in indices:
         if not 0 <= index < count:
             logger.warning("Device %s is not available, available devices are %s", index, list(range(count)))
-    return {key: int(max_memory[key]) for key in [*indices, *(tier for tier in _TIERS if tier in max_memory)]}
+    budgets = {int(index): int(max_memory[index]) for index in indices}
+    return budgets | {tier: int(max_memory[tier]) for tier in _TIERS if tier in max_memory}
+
+
+def _budget_bytes(device: object, size: Any) -> int:
+    """Bytes of one budget. Raises `PlanError`, naming the device, for what is no number of bytes >= 0."""
+    is_number = isinstance(size, numbers.Real) and size is not True and size is not False  # numpy's and computed ones too
+    if is_number:
+        if not 0 <= size < math.inf:  # neither is NaN
+            raise PlanError(f"Budget of device {device!r}: {size} is not a number of bytes. Give an int >= 0, or a string such as '20GiB'.")
+        return int(size)
+    try:
+        return convert_file_size_to_int(size)
+    except PlanError as error:
+        raise type(error)(f"Budget of device {device!r}: {error}") from error
 
 
 def parse_budgets(max_memory: Mapping[Any, Any]) -> dict[DeviceKey, int]:
@@ -89,13 +104,13 @@ def parse_budgets(max_memory: Mapping[Any, Any]) -> dict[DeviceKey, int]:
     for name, size in max_memory.items():
         key = as_key(name, where="in max_memory")
         if isinstance(key, str) and key not in _TIERS:
-            raise PlanError(f"Device {name!r} in max_memory is not recognized: use an accelerator's index, 'mps', 'cpu' or 'disk'.")
+            raise PlanError(
+                f"Device {name!r} in max_memory is not recognized: {machine_text()}. Use an accelerator's index, 'cpu' or 'disk' (an index "
+                "may be planned for without being there)."
+            )
         if key in budgets:
             raise PlanError(f"Device {key!r} stands twice in max_memory, the second time as {name!r}. Give it one budget.")
-        try:
-            budgets[key] = convert_file_size_to_int(int(size) if isinstance(size, float) else size)
-        except PlanError as error:
-            raise PlanError(f"Budget of device {key!r}: {error}") from error
+        budgets[key] = _budget_bytes(key, size)
     indices = sorted(key for key in budgets if isinstance(key, int))
     return {key: budgets[key] for key in [*indices, *(tier for tier in _TIERS if tier in budgets)]}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import numpy
 import psutil
 import pytest
 import torch
@@ -29,6 +30,32 @@ def test_unknown_devices_are_refused_by_name():
         get_max_memory({"cuda:0": 1})
     with pytest.raises(PlanError, match="gpu7"):
         parse_budgets({"gpu7": "1GB"})
+
+
+def test_what_this_machine_has_is_told_of_as_it_is(accelerators):
+    with pytest.raises(
+        PlanError, match="'cuda:0' in max_memory is not recognized: torch sees no accelerator on this machine, only 'cpu'"
+    ) as caught:
+        parse_budgets({"cuda:0": 1})
+    assert "mps" not in str(caught.value)
+    accelerators(2)
+    with pytest.raises(PlanError, match=r"there are 2 accelerators of type 'sim' \(0 to 1\), and 'cpu'"):
+        parse_budgets({"cuda:0": 1})
+
+
+def test_numbers_of_numpy_are_devices_and_bytes():
+    given = {numpy.int64(1): numpy.int64(300), numpy.int32(0): numpy.float32(200), "cpu": numpy.uint8(7)}
+    for read in (get_max_memory, parse_budgets):
+        budgets = read(dict(given))
+        assert list(budgets.items()) == [(0, 200), (1, 300), ("cpu", 7)]
+        assert {type(part) for item in budgets.items() for part in item} == {int, str}
+
+
+@pytest.mark.parametrize("size", [float("nan"), float("inf"), -0.5, numpy.float32("nan"), numpy.int64(-3), [1]])
+def test_what_is_no_number_of_bytes_is_refused_with_its_device(size):
+    for read in (get_max_memory, parse_budgets):
+        with pytest.raises(PlanError, match=r"Budget of device 'cpu': .*bytes"):
+            read({"cpu": size})
 
 
 @pytest.mark.parametrize("size", [-1, "-1GB", "lots"])
