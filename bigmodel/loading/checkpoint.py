@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,6 +51,8 @@ class Checkpoint:
             chosen = _choose(location)
         elif location.is_file():
             chosen = location
+        elif location.is_symlink():
+            raise CheckpointNotFoundError(_dangling(location))
         else:
             raise CheckpointNotFoundError(
                 f"{location}: there is no such file or folder. (The name of a repository on the hub has to be downloaded first, "
@@ -117,9 +120,25 @@ def _choose(folder: Path) -> Path | list[Path]:
         raise CheckpointError(f"{folder} contains more than one `.index.json` file, delete the irrelevant ones: {', '.join(indexes)}.")
     if indexes:
         return folder / indexes[0]
+    _refuse_dangling(folder)
     raise CheckpointNotFoundError(
         f"{folder} is not a folder containing a `.index.json` file or a checkpoint "
         f"({', '.join(suffix for format_ in FORMATS for suffix in format_.suffixes)}); it holds: {', '.join(names[:20]) or 'no files'}."
+    )
+
+
+def _refuse_dangling(folder: Path) -> None:
+    """Raises `CheckpointNotFoundError` where a link in place of a file of a checkpoint points to nothing."""
+    endings = (".index.json", *(suffix for format_ in FORMATS for suffix in format_.suffixes))
+    for path in sorted(folder.iterdir()):
+        if path.name.lower().endswith(endings) and path.is_symlink() and not path.exists():
+            raise CheckpointNotFoundError(_dangling(path))
+
+
+def _dangling(link: Path) -> str:
+    return (
+        f"{link}: the link points to nothing: {os.readlink(link)} is not there, as when a file has been evicted from the hub's cache. "
+        "Download the file again."
     )
 
 
@@ -153,6 +172,7 @@ def _shards(folder: Path, names: list[str]) -> Path | list[Path]:
     missing = set(range(1, totals.pop() + 1)) - {int(match[1]) for match in numbered.values()}
     # Some writers count from 0.
     if missing and not (len(missing) == 1 and any(int(match[1]) == 0 for match in numbered.values())):
+        _refuse_dangling(folder)
         raise CheckpointNotFoundError(f"{folder}: shards {sorted(missing)[:20]} are missing beside {', '.join(names[:20])}.")
     return [folder / name for name in names]
 
@@ -174,6 +194,8 @@ def _read_index(file: Path) -> dict[str, Path]:
         path = Path(name)
         if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or not name:
             raise CheckpointError(f"{file}: names the file {name!r} outside its folder.")
+        if (file.parent / path).is_symlink() and not (file.parent / path).exists():
+            raise CheckpointNotFoundError(f"{file}: names the file {name!r}. {_dangling(file.parent / path)}")
         if not (file.parent / path).is_file():
             raise CheckpointNotFoundError(f"{file}: names the file {name!r}, which is not there. Get it again, or delete the index.")
     return {name: file.parent / path for name, path in weight_map.items()}

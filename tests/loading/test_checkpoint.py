@@ -159,3 +159,21 @@ def test_a_change_after_opening_is_noticed(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(CheckpointNotFoundError, match=r"model\.safetensors"):
         checkpoint.check_unchanged()
+
+
+def test_a_link_to_nothing_is_called_that(saved: Path, tmp_path: Path) -> None:
+    gone = tmp_path / "blobs" / "0123"
+    single, shards, index, bare = (tmp_path / name for name in ("single", "shards", "index", "bare"))
+    for folder in (single, shards, index):
+        folder.mkdir()
+    (single / "model.safetensors").symlink_to(gone)
+    for number in (1, 2):
+        (shards / f"model-0000{number}-of-00002.safetensors").symlink_to(saved / "model.safetensors" if number == 1 else gone)
+    (index / "a.safetensors").symlink_to(gone)
+    (index / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
+    bare.symlink_to(gone)
+    for where in (single, single / "model.safetensors", shards, index, bare):
+        with pytest.raises(CheckpointNotFoundError, match="the link points to nothing") as caught:
+            Checkpoint.open(where)
+        assert str(gone) in str(caught.value)
+        assert "huggingface_hub" not in str(caught.value)
