@@ -28,20 +28,18 @@ from .dispatch import (
     get_parameter,
     show_device_map,
 )
-from .errors import CheckpointError, PlanError
+from .errors import PlanError
 from .loading import (
     Checkpoint,
     DtypeOf,
     KeyRules,
     OffloadedWeightsLoader,
-    check_owner,
     dtype_rule,
+    fill_folder,
     init_empty_weights,
     init_on_device,
     load,
     load_checkpoint_in_model,
-    offload_state_dict,
-    write_owner,
 )
 from .loading import save_model as write_model
 from .modules import named_module_tensors
@@ -229,6 +227,7 @@ def dispatch_model(
     """
     check_device_map(model, dict(device_map))
     devices = normalized(device_map)
+    _refuse_absent(devices)
     main = as_device(main_device) if main_device is not None else _main_device(devices)
     store = _store_for(model, devices, state_dict, offload_dir, offload_index)
     _dispatch_or_move(
@@ -240,6 +239,9 @@ def dispatch_model(
         no_split_module_classes=None,
         force_hooks=force_hooks,
     )
+    tiers = [tier for tier in ("cpu", "disk") if tier in devices.values() and main.type != tier]
+    if tiers and dispatched(model) is not None:
+        logger.warning("Some parameters are on the meta device because they were offloaded to the %s.", " and ".join(tiers))
     show_device_map(model, device_map)  # as the caller wrote it
     return model
 
@@ -367,9 +369,14 @@ def find_placing(
                 "module name → device."
             ) from error
         place = Placing(devices, _main_device(devices), offload_buffers)
-    for device in set(place.device_map.values()) - {"disk"}:
-        as_device(device)  # refuses devices that this machine lacks before anything is read
+    _refuse_absent(place.device_map)
     return place
+
+
+def _refuse_absent(devices: Mapping[str, DeviceKey]) -> None:
+    """Raises `PlanError` for a device that this machine lacks: before anything is read or written."""
+    for device in set(devices.values()) - {"disk"}:
+        as_device(device)
 
 
 def _planned_dtypes(model: nn.Module, dtype_of: DtypeOf) -> dict[str, torch.dtype]:
@@ -411,9 +418,6 @@ def _dispatch_or_move(
             force_hooks=force_hooks,
             ring_bytes=place.ring_bytes,
         )
-        tiers = [tier for tier in ("cpu", "disk") if tier in different and place.main_device.type != tier]
-        if tiers:
-            logger.warning("Some parameters are on the meta device because they were offloaded to the %s.", " and ".join(tiers))
     show_device_map(model, place.device_map)
     return model
 
@@ -465,34 +469,10 @@ def _folder_store(
 ) -> Store:
     """The offload folder as a store. The model's own values of the tensors `names` are written to it first, unless it holds them.
 
-    Raises `CheckpointError` when the folder is another model's.
+    Raises `CheckpointError` when the folder is another model's, or cannot be written.
     """
     own = model.state_dict()
     here = {name: own[name] for name in names if name in own and (isinstance(own[name], LazyTensor) or not own[name].is_meta)}
-    if here and check_owner(folder, model):
-        _keep_or_refuse(folder, here)
-    elif here:
-        offload_state_dict(folder, here)
-        write_owner(folder, model)
+    if here:
+        fill_folder(folder, model, here)
     return MappingStore(OffloadedWeightsLoader(state_dict=state_dict, save_folder=folder), kind="disk")
-
-
-def _keep_or_refuse(folder: str | Path, values: Mapping[str, torch.Tensor]) -> None:
-    """Leaves a folder that holds these values alone, adds those that it lacks, and refuses one that holds others.
-
-    Raises `CheckpointError`, with nothing written: another model may be reading that folder right now.
-    """
-    kept = OffloadedWeightsLoader(save_folder=folder)
-    for name, value in values.items():
-        if name in kept.all_keys and not torch.equal(_bytes_of(kept[name]), _bytes_of(value)):
-            raise CheckpointError(
-                f"{folder}: this offload folder holds other values of {name} than the model. Delete the folder, or use another one."
-            )
-    missing = {name: value for name, value in values.items() if name not in kept.all_keys}
-    if missing:
-        offload_state_dict(folder, missing)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes, so that NaN equals itself."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

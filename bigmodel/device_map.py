@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
+from torch import nn
+
 from .devices import DeviceKey, as_key
 
-__all__ = ["covering_entry", "device_for", "normalized"]
+__all__ = ["covering_entry", "device_for", "normalized", "unknown_entries"]
 
 T = TypeVar("T")
 
@@ -30,3 +32,11 @@ def device_for(name: str, device_map: Mapping[str, T]) -> T | None:
 def normalized(device_map: Mapping[str, object]) -> dict[str, DeviceKey]:
     """The same map with values as `devices.as_key` writes them. Raises `PlanError` on an unknown device, naming the entry."""
     return {name: as_key(device, where=f"entry {name!r} of the device map") for name, device in device_map.items()}
+
+
+def unknown_entries(model: nn.Module, device_map: Mapping[str, object]) -> list[str]:
+    """The keys of `device_map` that name no module, parameter or buffer of `model`."""
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    known |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    return [name for name in device_map if name not in known]

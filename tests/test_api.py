@@ -323,3 +323,52 @@ def test_a_map_may_name_the_parts_of_a_module_that_is_never_cut(tmp_path: Path, 
     x = torch.randn(3, 2, 16)
     with torch.no_grad():
         assert torch.equal(model(x), plain(x))
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_happens(plain: Tied, tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(plain, tmp_path / "checkpoint")
+    for device_map in ("cuda", "cuda:0", {"": "cpu", "head": "xpu:3", "blocks": "disk"}):
+        model = empty(Tied)
+        with pytest.raises(PlanError, match="asked for, but torch sees no accelerator on this machine"):
+            bigmodel.load_checkpoint_and_dispatch(model, checkpoint, device_map=device_map)
+        assert model.norm.weight.is_meta
+    with pytest.raises(PlanError, match="'xpu:3' asked for"):
+        bigmodel.dispatch_model(plain, {"": "cpu", "norm": "xpu:3", "blocks": "disk"}, offload_dir=tmp_path / "offload")
+    assert not (tmp_path / "offload").exists()
+
+
+def test_entries_that_name_nothing_are_one_warning(plain: Tied, tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(plain, tmp_path / "checkpoint")
+    ids = torch.arange(5).view(1, 5)
+    with pytest.warns(UserWarning, match=r"device_map keys do not match any submodules in the model: \['lm_head', 'blocks.9'\]") as caught:
+        model = bigmodel.load_checkpoint_and_dispatch(
+            empty(Tied), checkpoint, device_map={"": "cpu", "lm_head": "cpu", "blocks.9": "disk", "blocks.1": "disk"}
+        )
+    assert len(caught) == 1
+    with torch.no_grad():
+        assert torch.equal(model(ids), plain(ids))
+    with pytest.warns(UserWarning, match="lm_head"), pytest.raises(PlanError, match="does not give any device"):
+        bigmodel.load_checkpoint_and_dispatch(empty(Tied), checkpoint, device_map={"lm_head": "cpu"})
+
+
+def test_an_ordinary_load_does_not_alarm(plain: Tied, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = checkpoint_of(plain, tmp_path / "checkpoint")
+    bigmodel.load_checkpoint_and_dispatch(empty(Tied), checkpoint, device_map={"": "cpu", "blocks": "disk"})
+    bigmodel.load_checkpoint_and_dispatch(empty(Tied), checkpoint, device_map="auto", max_memory={"cpu": "8KiB"})
+    assert [record.getMessage() for record in caplog.records] == []
+
+
+@pytest.mark.parametrize("where", ["file", "file/below"])
+def test_folders_that_cannot_be_written_leave_the_model_as_it_was(plain: Tied, tmp_path: Path, where: str) -> None:
+    (tmp_path / "file").write_bytes(b"mine")
+    folder = tmp_path / where
+    for act in (
+        lambda: bigmodel.save_model(plain, folder),
+        lambda: bigmodel.disk_offload(plain, folder),
+        lambda: bigmodel.dispatch_model(plain, {"": "cpu", "blocks": "disk"}, offload_dir=folder),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            act()
+        assert str(caught.value).startswith(f"{folder}: ")
+    assert not any(parameter.is_meta for parameter in plain.parameters())
+    assert (tmp_path / "file").read_bytes() == b"mine"

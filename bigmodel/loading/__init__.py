@@ -5,7 +5,7 @@ from __future__ import annotations
 from .checkpoint import Checkpoint
 from .dtypes import as_dtype, dtype_rule
 from .entry import Entry, FileIdentity
-from .folder_owner import check_owner, write_owner
+from .folder_owner import check_owner, fill_folder, write_owner
 from .into_model import load, load_checkpoint_in_model, load_offloaded_weights
 from .keys import Computed, Concatenate, KeyRules, Renamed, SameNames, Slice, Source, Stack, Transpose, Whole
 from .match import DtypeOf, Match, match
@@ -59,6 +59,7 @@ __all__ = [
     "check_owner",
     "dtype_rule",
     "extract_submodules_state_dict",
+    "fill_folder",
     "init_empty_weights",
     "init_on_device",
     "load",

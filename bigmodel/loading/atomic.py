@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["atomic_file", "write_all", "write_atomically"]
+from ..errors import BigModelError, CheckpointError
+
+__all__ = ["atomic_file", "folder_to_write", "write_all", "write_atomically"]
 
 
 @contextlib.contextmanager
@@ -27,6 +29,32 @@ def atomic_file(file: Path) -> Iterator[BinaryIO]:
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+        raise
+
+
+@contextlib.contextmanager
+def folder_to_write(folder: Path, names: Collection[str] = ()) -> Iterator[None]:
+    """Makes `folder` for the block to write in. After an error, what was not there before is gone: the files `names`, and folders.
+
+    What the system refuses (a file in the way, no permission, a full disk) becomes a `CheckpointError` that names the folder.
+    """
+    made: list[Path] = []
+    new: list[Path] = []
+    try:
+        made += [level for level in (folder, *folder.parents) if not level.exists()]
+        new += [folder / name for name in names if not (folder / name).exists()]
+        if folder.is_file():
+            raise CheckpointError(f"{folder}: it is a file, so nothing can be written into it. Give the name of a folder.")
+        os.makedirs(folder, exist_ok=True)
+        yield
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            for file in new:
+                file.unlink(missing_ok=True)
+            for level in made:
+                level.rmdir()  # the deepest first; stops at one that somebody else uses
+        if isinstance(error, OSError) and not isinstance(error, BigModelError):
+            raise CheckpointError(f"{folder}: writing failed, nothing half written was left: {error}.") from error
         raise
 
 

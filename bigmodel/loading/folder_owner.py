@@ -8,15 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+import torch
 from torch import nn
 
 from ..constants import OFFLOAD_INDEX_NAME
 from ..errors import CheckpointError
 from ..modules import named_module_tensors
-from .atomic import write_atomically
-from .offload_folder import read_offload_index
+from .atomic import folder_to_write, write_atomically
+from .offload_folder import OffloadedWeightsLoader, offload_state_dict, read_offload_index
 
-__all__ = ["OWNER_NAME", "check_owner", "write_owner"]
+__all__ = ["OWNER_NAME", "check_owner", "fill_folder", "write_owner"]
 
 OWNER_NAME: Final = "owner.json"
 
@@ -73,3 +74,35 @@ def _check_index(folder: Path, shapes: Mapping[str, list[int]], model: str) -> N
 def write_owner(folder: str | Path, model: nn.Module, source: str = "") -> None:
     """Notes that `folder` is this model's from now on."""
     write_atomically(Path(folder) / OWNER_NAME, json.dumps(_identity(model, source), indent=2).encode())
+
+
+def fill_folder(folder: str | Path, model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Writes `values`, the model's own, to `folder`, and notes whose they are. What a folder of this model holds already is left alone.
+
+    Raises `CheckpointError`, with nothing written, when the folder is another model's, holds other values, or cannot be written.
+    """
+    folder = Path(folder)
+    with folder_to_write(folder, [*(f"{name}.dat" for name in values), OFFLOAD_INDEX_NAME, OWNER_NAME]):
+        if check_owner(folder, model):
+            _keep_or_refuse(folder, values)
+        else:
+            offload_state_dict(folder, values)
+            write_owner(folder, model)
+
+
+def _keep_or_refuse(folder: Path, values: Mapping[str, torch.Tensor]) -> None:
+    """Adds the values that the folder lacks, and refuses one that holds others: another model may be reading that folder right now."""
+    kept = OffloadedWeightsLoader(save_folder=folder)
+    for name, value in values.items():
+        if name in kept.all_keys and not torch.equal(_bytes_of(kept[name]), _bytes_of(value)):
+            raise CheckpointError(
+                f"{folder}: this offload folder holds other values of {name} than the model. Delete the folder, or use another one."
+            )
+    missing = {name: value for name, value in values.items() if name not in kept.all_keys}
+    if missing:
+        offload_state_dict(folder, missing)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes, so that NaN equals itself."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

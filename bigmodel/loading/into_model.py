@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ import torch.distributed
 from torch import nn
 
 from ..constants import OFFLOAD_INDEX_NAME
-from ..device_map import normalized
+from ..device_map import normalized, unknown_entries
 from ..devices import DeviceKey
 from ..errors import BigModelError, CheckpointError, PlanError
 from ..progress import ProgressCallback
-from .atomic import write_atomically
+from .atomic import folder_to_write, write_atomically
 from .checkpoint import Checkpoint
 from .dtypes import dtype_rule
 from .folder_owner import OWNER_NAME, check_owner, write_owner
@@ -112,6 +112,8 @@ def load_checkpoint_in_model(
         _load_from_rank0(model, checkpoint, full_state_dict=full_state_dict, strict=strict)
         return
     devices = None if device_map is None else normalized(device_map)
+    if devices is not None and (unknown := unknown_entries(model, devices)):
+        warnings.warn(f"The following device_map keys do not match any submodules in the model: {unknown}", UserWarning, stacklevel=2)
     if devices is None or "disk" not in devices.values():
         load(model, Checkpoint.open(checkpoint), devices, dtype_of=dtype_rule(dtype, keep_in_fp32_modules), strict=strict)
         return
@@ -150,21 +152,15 @@ def _offload_index(found: Match, keys: Mapping[str, DeviceKey]) -> dict[str, dic
 @contextlib.contextmanager
 def _restorable_folder(folder: Path) -> Iterator[None]:
     """Makes the folder; after an error it is gone again, or its index and note are what they were."""
-    existed = folder.is_dir()
-    os.makedirs(folder, exist_ok=True)
-    files = [folder / OFFLOAD_INDEX_NAME, folder / OWNER_NAME]
-    before = {file: file.read_bytes() if file.is_file() else None for file in files}
-    try:
-        yield
-    except BaseException:
-        for file, content in before.items():
-            if content is not None:
+    names = (OFFLOAD_INDEX_NAME, OWNER_NAME)
+    with folder_to_write(folder, names):
+        before = {folder / name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+        try:
+            yield
+        except BaseException:
+            for file, content in before.items():
                 write_atomically(file, content)
-            else:
-                file.unlink(missing_ok=True)
-        if not existed:
-            folder.rmdir()
-        raise
+            raise
 
 
 def _load_from_rank0(model: nn.Module, checkpoint: str | Path, *, full_state_dict: bool, strict: bool) -> None:

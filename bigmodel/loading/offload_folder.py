@@ -19,7 +19,7 @@ import torch
 from ..constants import OFFLOAD_INDEX_NAME
 from ..devices import as_device
 from ..errors import CheckpointError, CheckpointNotFoundError
-from .atomic import write_atomically
+from .atomic import folder_to_write, write_atomically
 from .checkpoint import Checkpoint
 from .dtypes import as_dtype
 from .host_memory import empty_host_tensor
@@ -105,12 +105,16 @@ def save_offload_index(index: Mapping[str, Mapping[str, Any]] | None, offload_fo
 
 
 def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Writes all tensors to the folder `save_dir` (made if need be), and its index last."""
-    os.makedirs(save_dir, exist_ok=True)
+    """Writes all tensors to the folder `save_dir` (made if need be), and its index last.
+
+    Raises `CheckpointError`, naming the folder, when it cannot be written; no new file stays then.
+    """
     index: Index = {}
-    for name, weight in state_dict.items():
-        offload_weight(weight, name, save_dir, index)
-    save_offload_index(index, save_dir)
+    files = [_data_file(save_dir, name).name for name in state_dict]
+    with folder_to_write(Path(save_dir), [*files, OFFLOAD_INDEX_NAME]):
+        for name, weight in state_dict.items():
+            offload_weight(weight, name, save_dir, index)
+        save_offload_index(index, save_dir)
 
 
 class PrefixedDataset(Mapping[str, T]):

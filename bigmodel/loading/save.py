@@ -17,7 +17,7 @@ from torch import nn
 from ..constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_PATTERN_NAME
 from ..errors import CheckpointError
 from ..protocols import TensorSpec
-from .atomic import write_all
+from .atomic import folder_to_write, write_all
 from .formats.safetensors import DTYPE_NAMES
 
 __all__ = ["Fetch", "save_model"]
@@ -50,8 +50,8 @@ def save_model(
     there, as `safetensors.torch.save_model` does, and loading fills them from it. In memory is one tensor at a time. All files appear
     together when they are complete, and shards of an earlier save are removed then; an error leaves the folder as it was.
 
-    Returns the files. Raises `CheckpointError` for tensors without values (on meta), for what is no tensor, and for values that `fetch`
-    gives with another shape or dtype.
+    Returns the files. Raises `CheckpointError` for tensors without values (on meta), for what is no tensor, for values that `fetch` gives
+    with another shape or dtype, and for a folder that cannot be written (a file in the way, a full disk).
     """
     folder = Path(folder)
     tensors = _tensors(model)
@@ -70,27 +70,18 @@ def save_model(
         (SAFE_WEIGHTS_PATTERN_NAME, SAFE_WEIGHTS_INDEX_NAME) if safe_serialization else (WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME)
     )
     names = [pattern.format(suffix="" if len(shards) == 1 else f"-{n:05d}-of-{len(shards):05d}") for n in range(1, len(shards) + 1)]
-    existed = folder.is_dir()
-    os.makedirs(folder, exist_ok=True)
-    try:
-        with _published_together(folder, pattern, index_name) as temporary:
-            for name, shard in zip(names, shards, strict=True):
-                if safe_serialization:
-                    own = {alias: first for alias, first in aliases.items() if first in shard}
-                    _write_safetensors(temporary / name, shard, fetch, {"format": "pt", **(metadata or {}), **own})
-                else:
-                    values = {each: _fetched(fetch, each, spec).to("cpu") for each, spec in shard.items()}
-                    torch.save(values | {alias: values[first] for alias, first in aliases.items() if first in values}, temporary / name)
-            if len(shards) > 1:
-                weight_map = {each: name for name, shard in zip(names, shards, strict=True) for each in shard}
-                total = sum(_nbytes(spec) for spec in specs.values())
-                index = {"metadata": {"total_size": total, **(metadata or {})}, "weight_map": weight_map}
-                (temporary / index_name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    except BaseException:
-        if not existed:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        raise
+    with folder_to_write(folder), _published_together(folder, pattern, index_name) as temporary:
+        for name, shard in zip(names, shards, strict=True):
+            own = {alias: first for alias, first in aliases.items() if first in shard}
+            if safe_serialization:
+                _write_safetensors(temporary / name, shard, fetch, {"format": "pt", **(metadata or {}), **own})
+            else:
+                _write_torch(temporary / name, shard, fetch, own)
+        if len(shards) > 1:
+            weight_map = {each: name for name, shard in zip(names, shards, strict=True) for each in shard}
+            total = sum(_nbytes(spec) for spec in specs.values())
+            index = {"metadata": {"total_size": total, **(metadata or {})}, "weight_map": weight_map}
+            (temporary / index_name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return [folder / name for name in names]
 
 
@@ -169,6 +160,16 @@ def _write_safetensors(file: Path, specs: Mapping[str, TensorSpec], fetch: Fetch
                     write_all(stream, part)
 
 
+def _write_torch(file: Path, specs: Mapping[str, TensorSpec], fetch: Fetch, aliases: Mapping[str, str]) -> None:
+    values = {name: _fetched(fetch, name, spec).to("cpu") for name, spec in specs.items()}
+    with open(file, "wb") as stream:
+        try:
+            torch.save(values | {alias: values[first] for alias, first in aliases.items()}, stream)
+        except RuntimeError as error:
+            # What the stream refused (a full disk) is hidden behind the complaint of torch's writer that positions do not fit.
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
 def _parts(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor, row-major, in parts that fit the staging memory."""
     flat = tensor.contiguous().reshape(-1)
@@ -185,9 +186,13 @@ def _published_together(folder: Path, pattern: str, index_name: str) -> Iterator
         yield temporary
         new = sorted(temporary.iterdir(), key=lambda file: file.name == index_name)
         old = set(folder.glob(pattern.format(suffix="-*-of-*"))) | {folder / index_name, folder / pattern.format(suffix="")}
+        blocked = [file.name for file in new if (folder / file.name).is_dir()]
+        if blocked:
+            raise CheckpointError(f"{folder}: folders are in the way of the files {', '.join(blocked)}. Remove them, or save elsewhere.")
         for file in new:
             os.replace(file, folder / file.name)
         for file in old - {folder / file.name for file in new}:
-            file.unlink(missing_ok=True)
+            if file.is_file():
+                file.unlink()
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

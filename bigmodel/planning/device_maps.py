@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from ..device_map import covering_entry
+from ..device_map import covering_entry, unknown_entries
 from ..errors import PlanError
 
 __all__ = ["check_device_map", "clean_device_map"]
@@ -57,9 +57,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, object]) -> None
     Raises `PlanError` (a ValueError) that lists the uncovered tensors.
     """
     tensors = list(model.state_dict(keep_vars=True))
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)} | set(tensors)
-    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    unknown = [key for key in device_map if key not in known]
+    unknown = unknown_entries(model, device_map)
     if unknown:
         warnings.warn(f"The following device_map keys do not match any submodules in the model: {unknown}", UserWarning, stacklevel=2)
     uncovered = [name for name in tensors if covering_entry(name, device_map) is None]

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from bigmodel.errors import CheckpointError, MatchError
+from bigmodel.errors import CheckpointError, MatchError, PlanError
 from bigmodel.loading import OffloadedWeightsLoader, Reader, init_empty_weights, load_checkpoint_in_model
 
 Build = Callable[..., nn.Module]
@@ -181,3 +181,28 @@ def test_old_arguments_are_accepted(saved: Path, tied: Build, filled: nn.Module)
     load_checkpoint_in_model(model, saved, {"": "cpu"}, None, torch.float16, True, False, ["embed", "head"], False, True, True, False)
     assert (model.embed.weight.dtype, model.block[0].weight.dtype) == (torch.float32, torch.float16)
     assert torch.equal(model.embed.weight, filled.embed.weight)
+
+
+def test_entries_of_the_map_that_name_nothing_are_one_warning(saved: Path, tied: Build, filled: nn.Module, tmp_path: Path) -> None:
+    with init_empty_weights():
+        model = tied()
+    with pytest.warns(UserWarning, match=r"device_map keys do not match any submodules in the model: \['blocks', 'lm'\]") as caught:
+        load_checkpoint_in_model(model, saved, {"": "cpu", "blocks": "disk", "lm": "cpu"}, offload_folder=tmp_path / "offload")
+    assert len(caught) == 1
+    assert torch.equal(model.embed.weight, filled.embed.weight)
+    with init_empty_weights():
+        model = tied()
+    with pytest.warns(UserWarning, match="blocks"), pytest.raises(PlanError, match="doesn't have any device set"):
+        load_checkpoint_in_model(model, saved, {"blocks": "cpu"})
+    assert model.embed.weight.is_meta
+
+
+def test_an_offload_folder_that_cannot_be_made(saved: Path, tied: Build, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"mine")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with init_empty_weights():
+            model = tied()
+        with pytest.raises(CheckpointError, match=str(folder)):
+            load_checkpoint_in_model(model, saved, {"": "disk"}, offload_folder=folder)
+        assert model.embed.weight.is_meta
+    assert (tmp_path / "file").read_bytes() == b"mine"

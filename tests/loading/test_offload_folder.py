@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
 from pathlib import Path
@@ -17,8 +18,11 @@ from bigmodel.loading import (
     PrefixedDataset,
     check_owner,
     extract_submodules_state_dict,
+    fill_folder,
+    folder_owner,
     load_offloaded_weight,
     load_offloaded_weights,
+    offload_folder,
     offload_state_dict,
     offload_weight,
     save_offload_index,
@@ -168,3 +172,34 @@ def test_a_folder_knows_whose_it_is(tmp_path: Path) -> None:
     for stranger, source in ((other, "here"), (model, "there"), (nn.Bilinear(1, 3, 2), "here")):
         with pytest.raises(CheckpointError, match="belongs to another model"):
             check_owner(tmp_path, stranger, source)
+
+
+def test_a_folder_that_cannot_be_written_holds_what_it_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"mine")
+    with pytest.raises(CheckpointError, match=r"file: it is a file"):
+        offload_state_dict(tmp_path / "file", TENSORS)
+    folder = tmp_path / "new" / "deep"
+    write = offload_folder.write_atomically
+    for last in ("i64.dat", "index.json"):
+
+        def full(file: Path, data: bytes | memoryview, last: str = last) -> None:
+            if file.name == last:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(file, data)
+
+        monkeypatch.setattr(offload_folder, "write_atomically", full)
+        with pytest.raises(CheckpointError, match=r"new/deep: .*No space left") as caught:
+            offload_state_dict(folder, TENSORS)
+        assert isinstance(caught.value.__cause__, OSError)
+        assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_note_that_cannot_be_written_takes_the_weights_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: Path, data: bytes | memoryview) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(folder_owner, "write_atomically", full)
+    model = nn.Linear(2, 3)
+    with pytest.raises(CheckpointError, match=r"offload: .*No space left"):
+        fill_folder(tmp_path / "offload", model, model.state_dict())
+    assert list(tmp_path.iterdir()) == []

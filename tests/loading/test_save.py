@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -157,3 +158,37 @@ def test_an_entry_of_the_state_dict_that_is_no_tensor_is_named(tmp_path: Path) -
 
     with pytest.raises(CheckpointError, match="'_extra_state' in the state dict is a dict"):
         save_model(Extra(), tmp_path)
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """Files cannot grow beyond 1000 bytes: what the system says then takes the same way as a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_full_disk_leaves_nothing(filled: nn.Module, tmp_path: Path, safe: bool, full_disk: None) -> None:
+    with pytest.raises(CheckpointError, match=r"out/deep: .*File too large") as caught:
+        save_model(filled, tmp_path / "out" / "deep", safe_serialization=safe)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["file", "file/below", "name" * 100])
+def test_folders_that_cannot_be(filled: nn.Module, tmp_path: Path, where: str) -> None:
+    (tmp_path / "file").write_bytes(b"mine")
+    with pytest.raises(CheckpointError) as caught:
+        save_model(filled, tmp_path / where)
+    assert str(caught.value).startswith(str(tmp_path / where))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_bytes() == b"mine"
+
+
+def test_a_folder_in_place_of_a_file(filled: nn.Module, tmp_path: Path) -> None:
+    (tmp_path / "model-00002-of-00002.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"folders are in the way of the files model-00002-of-00002\.safetensors"):
+        save_model(filled, tmp_path, 4000)
+    assert [path.name for path in tmp_path.iterdir()] == ["model-00002-of-00002.safetensors"]

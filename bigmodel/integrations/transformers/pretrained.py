@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...api import DeviceMap, find_placing, load_and_dispatch
-from ...device_map import device_for
+from ...device_map import device_for, unknown_entries
 from ...devices import DeviceKey
 from ...errors import CheckpointError
 from ...loading import Checkpoint, match
@@ -157,4 +157,6 @@ def _settle(model: Any, checkpoint: Checkpoint, rules: TransformersKeys, *, allo
 def _with_initialized_in_ram(model: Any, devices: dict[str, DeviceKey], initialized: Collection[str]) -> dict[str, DeviceKey]:
     """The map with entries of their own for initialized weights that would be on disk: they are in no checkpoint, so they rest in RAM."""
     every_name = [name for names in tensor_aliases(model).values() if set(names) & set(initialized) for name in names]
-    return devices | {name: "cpu" for name in every_name if device_for(name, devices) == "disk"}
+    unknown = unknown_entries(model, devices)  # the caller was warned of these when the map was checked
+    known = {name: device for name, device in devices.items() if name not in unknown}
+    return known | {name: "cpu" for name in every_name if device_for(name, devices) == "disk"}
