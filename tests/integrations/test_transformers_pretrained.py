@@ -497,3 +497,48 @@ def test_code_that_comes_with_a_model_runs_only_when_it_is_trusted(tmp_path, mon
         assert type(model).__name__ == "SpecialForCausalLM"
         with torch.inference_mode():
             assert torch.equal(model(**tokens).logits, expected(**tokens).logits + torch.linspace(0, 1, 96))
+
+
+def test_torch_dtype_is_another_name_of_dtype(checkpoint_folder):
+    folder = checkpoint_folder("llama")
+    for dtypes in ({"torch_dtype": torch.bfloat16}, {"torch_dtype": "bfloat16", "dtype": torch.bfloat16}):
+        assert from_pretrained(folder, device_map="cpu", **dtypes).dtype == torch.bfloat16
+    with pytest.raises(PlanError, match=r"dtype='float16' and torch_dtype=torch\.bfloat16 are two names of one argument"):
+        from_pretrained(folder, dtype="float16", torch_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("model_class", ["BertModel", "AutoModelForSeq2SeqLM", "T5ForConditionalGeneration", transformers.BertModel])
+def test_a_class_for_another_configuration_is_named_together_with_it(model_class, checkpoint_folder):
+    with pytest.raises(CheckpointError) as caught:
+        from_pretrained(checkpoint_folder("llama"), model_class=model_class)
+    message = str(caught.value)
+    assert f"model_class {model_class if isinstance(model_class, str) else model_class.__name__} " in message
+    assert "LlamaConfig (model type 'llama')" in message
+    assert len(message) < 900
+
+
+def test_a_class_that_can_be_built_but_not_filled_is_named_together_with_the_configuration(checkpoint_folder):
+    with pytest.raises(MatchError, match=r"model_class Glm4ForCausalLM is made for a Glm4Config, but .* LlamaConfig"):
+        from_pretrained(checkpoint_folder("llama"), model_class="Glm4ForCausalLM")
+
+
+def test_what_is_no_class_of_models(checkpoint_folder):
+    with pytest.raises(CheckpointError, match=r"AutoTokenizer.* is not a class of models"):
+        from_pretrained(checkpoint_folder("llama"), model_class="AutoTokenizer")
+
+
+def test_unknown_entries_of_a_map_are_one_warning_beside_new_weights(checkpoint_folder):
+    folder = checkpoint_folder("bert")
+    with pytest.warns(UserWarning, match=r"do not match any submodules in the model: \['nothing'\]") as caught:
+        from_pretrained(
+            folder,
+            model_class="BertForSequenceClassification",
+            allow_new_weights=True,
+            device_map={"": "cpu", "nothing": "cpu", "classifier": "disk"},
+        )
+    assert len([warning for warning in caught if "device_map" in str(warning.message)]) == 1
+
+
+def test_an_ordinary_load_does_not_alarm(checkpoint_folder, caplog):
+    from_pretrained(checkpoint_folder("llama"), device_map={"": "cpu", "model.layers": "disk"})
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import CheckpointError
+from ...errors import BigModelError, CheckpointError
 from ...loading import Checkpoint, init_empty_weights
 from ...modules import get_non_persistent_buffers, tensor_aliases
 from .initialize import compute_buffers, set_tensor
 from .package import transformers_module
 
-__all__ = ["build_empty", "empty_model", "load_config", "resolve_dtype"]
+__all__ = ["build_empty", "empty_model", "load_config", "misfit", "resolve_dtype"]
 
 
 def empty_model(
@@ -107,11 +107,41 @@ def build_empty(config: Any, *, dtype: torch.dtype, model_class: Any = None, tru
 def _construct(config: Any, dtype: torch.dtype, model_class: Any, trust_remote_code: bool) -> nn.Module:
     config = copy.deepcopy(config)
     found = _class_for(config, model_class)
-    if hasattr(found, "from_config"):
-        model: nn.Module = found.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    else:
-        model = found._from_config(config, dtype=dtype)
+    if not (hasattr(found, "from_config") or hasattr(found, "_from_config")):
+        raise CheckpointError(f"model_class={model_class!r} is not a class of models: use one of transformers, or an Auto… class.")
+    try:
+        if hasattr(found, "from_config"):
+            model: nn.Module = found.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        else:
+            model = found._from_config(config, dtype=dtype)
+    except (BigModelError, ImportError):
+        raise
+    # A class that reads what another model's configuration does not have fails in any way, and in its own words.
+    except Exception as error:
+        if model_class is None:
+            raise
+        own = ", ".join(getattr(config, "architectures", None) or ()) or "AutoModel"
+        reason = str(error).partition("\n")[0][:300]
+        raise CheckpointError(
+            f"model_class {found.__name__} cannot be built from the configuration, a {_described(config)}: "
+            f"{type(error).__name__}: {reason}. Name a class that is made for it, or give no model_class ({own} then)."
+        ) from error
     return model
+
+
+def misfit(config: Any, model_class: Any) -> str:
+    """A sentence for errors where `model_class` is made for another configuration than this one; some such classes work all the same."""
+    if model_class is None:
+        return ""
+    found = _class_for(config, model_class)
+    expected = getattr(found, "config_class", None)
+    if not isinstance(expected, type) or isinstance(config, expected):
+        return ""
+    return f"model_class {found.__name__} is made for a {expected.__name__}, but the configuration is a {_described(config)}. "
+
+
+def _described(config: Any) -> str:
+    return f"{type(config).__name__} (model type {getattr(config, 'model_type', None)!r})"
 
 
 def _class_for(config: Any, model_class: Any) -> Any:

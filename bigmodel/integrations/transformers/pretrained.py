@@ -13,10 +13,10 @@ import torch
 from ...api import DeviceMap, find_placing, load_and_dispatch
 from ...device_map import device_for, unknown_entries
 from ...devices import DeviceKey
-from ...errors import CheckpointError
+from ...errors import CheckpointError, MatchError, PlanError
 from ...loading import Checkpoint, match
 from ...modules import tensor_aliases
-from .empty import build_empty, load_config, resolve_dtype
+from .empty import build_empty, load_config, misfit, resolve_dtype
 from .finish import finish
 from .hub import resolve
 from .initialize import initialize_missing
@@ -46,6 +46,7 @@ def from_pretrained(
     trust_remote_code: bool = False,
     local_files_only: bool = False,
     progress: bool | None = None,
+    torch_dtype: torch.dtype | str | None = None,
 ) -> Any:
     """Loads a transformers model so that it runs although it may not fit on one device, or in memory at all.
 
@@ -72,16 +73,18 @@ def from_pretrained(
         trust_remote_code: whether code that comes with the model may run.
         local_files_only: whether to use nothing but what is in the hub's cache.
         progress: shows a progress bar; by default on a terminal.
+        torch_dtype: another name of `dtype`, which older scripts use.
 
     Returns:
         The model (a `PreTrainedModel`), in evaluation mode, with `hf_device_map` set.
 
     Raises:
         MissingPackageError: transformers is not installed. CheckpointNotFoundError: no such folder, model or weights. CheckpointError: a
-        damaged file, an unknown class, a quantized checkpoint (not supported yet). MatchError: weights are missing, do not have the
-        model's shape, or need scales; the message names them. PlanError: the device map or the budgets cannot work.
+        damaged file, a class that is unknown or does not fit, a quantized checkpoint (not supported yet). MatchError: weights are missing,
+        do not have the model's shape, or need scales; the message names them. PlanError: the device map or the budgets cannot work.
     """
     transformers_module()
+    dtype = _one_dtype(dtype, torch_dtype)
     folder = resolve(path_or_id, revision=revision, local_files_only=local_files_only, trust_remote_code=trust_remote_code)
     overrides = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     config = load_config(folder, trust_remote_code=trust_remote_code, **overrides)
@@ -97,21 +100,35 @@ def from_pretrained(
     if initialized and device_map is not None:
         place = find_placing(model, device_map, max_memory=max_memory, no_split_module_classes=blocks, offload_buffers=offload_buffers)
         device_map, offload_buffers = _with_initialized_in_ram(model, place.device_map, initialized), place.offload_buffers
-    model = load_and_dispatch(
-        model,
-        checkpoint,
-        device_map=device_map,
-        max_memory=max_memory,
-        no_split_module_classes=blocks,
-        rules=rules,
-        ignore_missing=[f"^{re.escape(name)}$" for name in initialized],
-        strict=strict,
-        offload_buffers=offload_buffers,
-        skip_keys=sorted(model._skip_keys_device_placement or ()) or None,
-        progress=progress,
-    )
+    try:
+        model = load_and_dispatch(
+            model,
+            checkpoint,
+            device_map=device_map,
+            max_memory=max_memory,
+            no_split_module_classes=blocks,
+            rules=rules,
+            ignore_missing=[f"^{re.escape(name)}$" for name in initialized],
+            strict=strict,
+            offload_buffers=offload_buffers,
+            skip_keys=sorted(model._skip_keys_device_placement or ()) or None,
+            progress=progress,
+        )
+    except MatchError as error:
+        if explanation := misfit(config, model_class):
+            raise MatchError(explanation + str(error)) from error
+        raise
     finish(model, path_or_id, folder, rules)
     return model
+
+
+def _one_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str | None) -> torch.dtype | str | None:
+    """The dtype under either of its names. Raises `PlanError` where they differ."""
+    if dtype is None or torch_dtype is None:
+        return torch_dtype if dtype is None else dtype
+    if str(dtype).removeprefix("torch.") != str(torch_dtype).removeprefix("torch."):
+        raise PlanError(f"dtype={dtype!r} and torch_dtype={torch_dtype!r} are two names of one argument: give one of them.")
+    return dtype
 
 
 def _refuse_quantized(path_or_id: str | os.PathLike[str], config: Any) -> None:
