@@ -8,15 +8,22 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from .lazy import HANDLERS, METADATA, LazyTensor
+from ..errors import DispatchError
+from .lazy import HANDLERS, METADATA, VIEWERS, LazyTensor
 from .origin import CPU, Origin
-from .views import View, view_of
+from .views import View, alike, iterate, view_by_strides, view_of
 
 __all__ = ["fill_tables"]
 
 
 def _alias(func: Any, args: Any, kwargs: Any) -> Any:
-    return LazyTensor.of(args[0].origin)
+    return _alias_of(args[0])
+
+
+def _alias_of(lazy: LazyTensor) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        stand_in = torch.empty_strided(lazy.size(), lazy.stride(), dtype=lazy.dtype, device="meta")
+    return LazyTensor.of(lazy.origin, stand_in=stand_in)
 
 
 def _set_data_of(func: Any, args: Any, kwargs: Any) -> Any:
@@ -28,6 +35,20 @@ def _set_data_of(func: Any, args: Any, kwargs: Any) -> Any:
     elif value.origin is not lazy.origin:
         lazy.adopt(value.origin)
     return None
+
+
+def _set(func: Any, args: Any, kwargs: Any) -> Any:
+    """`tensor.set_(source)`: like assigning `.data`."""
+    lazy, *rest = args
+    if not isinstance(lazy, LazyTensor):
+        return NotImplemented
+    source = rest[0] if rest else kwargs.get("source")
+    if len(rest) + len(kwargs) != 1 or not isinstance(source, torch.Tensor):
+        raise DispatchError(f"{lazy.origin.label} is offloaded and has no storage that could be set: assign its .data, or copy_ into it.")
+    if source.dtype != lazy.dtype:
+        raise RuntimeError(f"set_() cannot change {lazy.origin.label} from {lazy.dtype} to {source.dtype}.")
+    _set_data_of(func, (lazy, source), {})
+    return lazy
 
 
 def _cast(lazy: LazyTensor, dtype: torch.dtype | None, copy_asked: bool = False) -> Any:
@@ -51,10 +72,8 @@ def _to(func: Any, args: Any, kwargs: Any) -> Any:
         parsed = torch._C._nn._parse_to(*rest[:3], **known)
         device, dtype = cast(tuple[torch.device | None, torch.dtype | None], parsed[:2])
         copy_asked = copy_asked or (len(rest) > 3 and bool(rest[3]))
-    if device is None:
+    if device is None or device.type == "meta":  # where it says that it is: `tensor.to(weight.device)` loses no values
         return _cast(lazy, dtype, copy_asked)
-    if device.type == "meta":
-        return torch.empty(lazy.shape, dtype=dtype or lazy.dtype, device="meta")
     value = lazy.origin.fetch(device)
     return value if dtype is None else value.to(dtype)
 
@@ -68,6 +87,30 @@ def _on_cpu(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     value = args[0].origin.fetch(CPU)
     return func(value, *args[1:], **kwargs)
+
+
+def _on_numpy(func: Any, args: Any, kwargs: Any) -> Any:
+    """A numpy array of the values. It is a copy, so writing to it raises instead of being lost."""
+    array = _on_cpu(func, args, kwargs)
+    if array is not NotImplemented:
+        array.flags.writeable = False
+    return array
+
+
+def _repr(func: Any, args: Any, kwargs: Any) -> Any:
+    text = _on_cpu(func, args, kwargs)
+    return f"Parameter containing:\n{text}" if args[0]._is_param else text
+
+
+def _dlpack(func: Any, args: Any, kwargs: Any) -> Any:
+    lazy = args[0]
+    if not kwargs.get("copy"):
+        raise DispatchError(f"{lazy.origin.label} is offloaded and has no memory to share by DLPack: pass a copy on, such as weight.cpu().")
+    return func(lazy.origin.fetch(), *args[1:], **kwargs)
+
+
+def _dlpack_device(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(torch.empty(0, device=args[0].origin.device))
 
 
 def _contiguous(func: Any, args: Any, kwargs: Any) -> Any:
@@ -186,10 +229,17 @@ _HANDLED: dict[Any, Callable[[Any, Any, Any], Any]] = {
     _T.float: _to_dtype(torch.float32),
     _T.double: _to_dtype(torch.float64),
     _T.cpu: lambda func, args, kwargs: args[0].origin.fetch(CPU),
-    _T.numpy: _on_cpu,
+    _T.numpy: _on_numpy,
     _T.tolist: _on_cpu,
-    _T.__array__: _on_cpu,
-    _T.__repr__: _on_cpu,
+    _T.__array__: _on_numpy,
+    _T.__repr__: _repr,
+    _T.__dlpack__: _dlpack,
+    _T.__dlpack_device__: _dlpack_device,
+    _T.set_: _set,
+    _T.__iter__: iterate,
+    _T.view_as: alike(_T.view),
+    _T.reshape_as: alike(_T.reshape),
+    _T.expand_as: alike(_T.expand),
     _T.__format__: _on_cpu,
     _T.contiguous: _contiguous,
     _T.copy_: _copy_,
@@ -207,10 +257,16 @@ _VIEWS = (
     _methods(
         _T,
         "view", "t", "transpose", "permute", "squeeze", "unsqueeze", "flatten", "unflatten", "narrow", "select", "reshape", "expand",
-        "movedim", "swapaxes", "diagonal", "__getitem__",
+        "movedim", "swapaxes", "diagonal", "__getitem__", "ravel", "moveaxis", "swapdims", "unfold", "as_strided",
+        "chunk", "split", "split_with_sizes", "unbind", "tensor_split", "hsplit", "vsplit", "dsplit",
     )
-    | _methods(torch, "t", "transpose", "permute", "squeeze", "unsqueeze", "flatten", "narrow", "select", "reshape", "movedim", "swapaxes")
-    | _getters("T", "mT")
+    | _methods(
+        torch,
+        "t", "transpose", "permute", "squeeze", "unsqueeze", "flatten", "narrow", "select", "reshape", "movedim", "swapaxes", "ravel",
+        "unflatten", "moveaxis", "swapdims", "diagonal", "as_strided", "chunk", "split", "split_with_sizes", "unbind", "tensor_split",
+        "hsplit", "vsplit", "dsplit", "view_as_real", "view_as_complex",
+    )
+    | _getters("T", "mT", "H", "mH", "real", "imag")
 )  # fmt: skip
 
 
@@ -219,3 +275,4 @@ def fill_tables() -> None:
     METADATA.update(_METADATA_FUNCTIONS)
     HANDLERS.update(dict.fromkeys(_VIEWS, view_of))
     HANDLERS.update(_HANDLED)
+    VIEWERS.append(view_by_strides)

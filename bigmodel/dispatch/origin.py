@@ -13,6 +13,7 @@ import torch
 from ..errors import DispatchError
 from ..protocols import Read, Store
 from .stores import MemoryStore, ResidentStore
+from .transforms import check_not_transformed, outside_transforms
 
 if TYPE_CHECKING:
     from .group import Group
@@ -104,7 +105,9 @@ class Origin:
                 f"{like.label} was given a tensor on meta, which has no values (a tensor made on an offloaded "
                 "`weight.device` is one): undispatch the model, change it, and dispatch it again."
             )
-        store = MemoryStore({like.name: value.detach().to(CPU, copy=True, memory_format=torch.contiguous_format)})
+        check_not_transformed(like.label, value)
+        with torch.inference_mode(False):
+            store = MemoryStore({like.name: value.detach().to(CPU, copy=True, memory_format=torch.contiguous_format)})
         made = cls(store, like.name, like.device, tally=like.tally, label=like.label)
         made.modified = True
         return made
@@ -185,27 +188,39 @@ class Origin:
     def fetch(self, device: torch.device | None = None) -> torch.Tensor:
         """The values in memory of their own, on `device` (by default where the arithmetic runs)."""
         device = self.device if device is None else device
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), outside_transforms():
             value = torch.empty(self.shape, dtype=self.dtype, device=CPU)
             self.read(value)
             return value if device.type == "cpu" else value.to(device)
 
-    def fetch_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows `rows` (n, int64, on CPU) of the first dimension, on the execution device."""
+    def present_value(self) -> torch.Tensor:
+        """The values in memory of their own where the arithmetic runs, as a forward that is running has left them so far."""
+        held = self.held_in_group()
+        if held is None:
+            return self.fetch()
+        try:
+            with torch.no_grad():
+                return held[1].detach().clone()
+        finally:
+            held[0].exit()
+
+    def fetch_rows(self, rows: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+        """The rows `rows` (n, int64, on CPU) of the first dimension, on `device` (by default where the arithmetic runs)."""
         store, casts = self.source
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), outside_transforms():
             single = len(casts) <= 1
             value = torch.empty((rows.numel(), *self.shape[1:]), dtype=self.dtype if single else store.spec(self.name).dtype, device=CPU)
             store.read_rows(self.name, rows, value)
             for dtype in () if single else casts:
                 value = value.to(dtype)
-            return value.to(self.device)
+            return value.to(self.device if device is None else device)
 
     def write(self, value: torch.Tensor) -> None:
         """Makes `value` (same shape) what all aliases read from now on, and what the group computes with, if it is on its device now."""
         if value.shape != self.shape:
             raise DispatchError(f"{self.label} has shape {tuple(self.shape)}, the value to write has {tuple(value.shape)}.")
-        with self._lock:
+        check_not_transformed(self.label, value)
+        with self._lock, torch.inference_mode(False), outside_transforms():
             for other in list(self._copies):
                 other._settle()
             self.modified = True
@@ -218,7 +233,8 @@ class Origin:
                 store.write(self.name, value.detach())
         group = self.group() if self.group is not None else None
         if group is not None:
-            group.written(self, value)
+            with outside_transforms():
+                group.written(self, value)
 
     def _settle(self) -> None:
         """Takes the present values out of a store that somebody is about to write to."""

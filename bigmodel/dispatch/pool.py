@@ -13,6 +13,7 @@ import torch
 
 from ..constants import MiB
 from ..devices import has_streams, on_stream
+from .transforms import outside_transforms
 
 if TYPE_CHECKING:
     from .group import Group, Reading
@@ -27,8 +28,8 @@ _SMALL_BYTES = 8 * MiB
 
 
 def _flat(nbytes: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
-    # Outside inference mode: a buffer that is made inside it could never serve a forward outside it.
-    with torch.inference_mode(False):
+    # Outside inference mode and transforms: a buffer that is made inside them could never serve a forward outside them.
+    with torch.inference_mode(False), outside_transforms():
         return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
 
