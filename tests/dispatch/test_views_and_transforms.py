@@ -169,7 +169,7 @@ def test_numpy_arrays_are_copies_that_cannot_be_written_to(models):
         assert np.array_equal(array, plain.head.weight.detach().numpy())
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1
-    writable = np.array(model.head.weight.detach())
+    writable = model.head.weight.detach().numpy().copy()
     writable[0] = 1
     assert torch.equal(torch.from_dlpack(model.head.weight.cpu()), plain.head.weight)
 
@@ -304,3 +304,22 @@ def test_moved_to_its_own_device_it_keeps_its_values(models):
     averaged.update_parameters(model)
     with torch.no_grad():
         assert torch.equal(averaged(X), plain(X))
+
+
+def test_on_an_accelerator(accelerators, tmp_path: Path):
+    (device,) = accelerators(1)
+    torch.manual_seed(0)
+    plain = Model()
+    model = dispatch(copy.deepcopy(plain), {"": "cpu"}, main_device=device)
+    with torch.no_grad():
+        for each in (plain, model):
+            each.head.weight.chunk(2)[1].zero_()
+            each.head.weight.unbind()[0].fill_(1)
+            each.head.weight.view(-1)[5:7].fill_(2)
+    assert torch.equal(model.head.weight.detach().cpu(), plain.head.weight)
+    assert (model.head.weight[0] * 1).device == device
+    assert nn.Parameter(model.head.weight).device == device
+    for each in (plain, model):
+        nn.utils.parametrizations.weight_norm(each.blocks[0].a)
+    got = torch.func.grad(lambda x: model(x).sum())(X.to(device))
+    torch.testing.assert_close(got.cpu(), torch.func.grad(lambda x: plain(x).sum())(X))
