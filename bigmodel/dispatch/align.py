@@ -23,6 +23,7 @@ from .offload import Resting, WeightsMap, make_group, restore, set_tensor
 from .recall import recalled
 from .schedule import Schedule
 from .stores import as_store
+from .tracing import refuse_tracing
 
 __all__ = ["AlignDevicesHook", "as_torch_device", "has_offloaded_params", "move_tensors"]
 
@@ -236,6 +237,8 @@ class AlignDevicesHook(ModelHook):
 
     @outside_compilation
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._groups or self._at_rest:
+            refuse_tracing(type(module).__name__)
         input_device = find_device((args, kwargs)) if self.io_same_device else None
         self.input_device = input_device
         moves = None

@@ -323,3 +323,15 @@ def test_on_an_accelerator(accelerators, tmp_path: Path):
         nn.utils.parametrizations.weight_norm(each.blocks[0].a)
     got = torch.func.grad(lambda x: model(x).sum())(X.to(device))
     torch.testing.assert_close(got.cpu(), torch.func.grad(lambda x: plain(x).sum())(X))
+
+
+def test_a_trace_or_an_export_of_an_offloaded_model_is_refused_and_leaves_it_right(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    x = torch.randn(2, 4)
+    expected = model(x).detach()
+    dispatch(model, {"": "disk"}, main_device=torch.device("cpu"), store=FileStore(tmp_path, dict(model.state_dict())))
+    with pytest.raises(DispatchError, match="undispatch"):
+        torch.jit.trace(model, x)
+    with pytest.raises(DispatchError, match="undispatch"):
+        torch.export.export(model, (x,), strict=False)
+    assert torch.equal(model(x), expected)

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from ...api import DeviceMap, find_placing, load_and_dispatch
+from ...api import load_and_dispatch
 from ...device_map import device_for, unknown_entries
 from ...devices import DeviceKey
 from ...errors import CheckpointError, MatchError, PlanError
 from ...loading import Checkpoint, match
 from ...modules import tensor_aliases
+from ...placing import DeviceMap, find_placing
 from .empty import build_empty, load_config, misfit, resolve_dtype
 from .finish import finish
 from .hub import resolve

@@ -1,0 +1,105 @@
+"""From any form of a device map to a checked one: planned if it is the name of a strategy, on devices that this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .device_map import normalized
+from .devices import DeviceKey, as_device
+from .errors import PlanError
+from .loading import DtypeOf
+from .modules import named_module_tensors
+from .planning import Plan, check_device_map, plan
+from .protocols import TensorSpec
+
+__all__ = ["DeviceMap", "Placing", "find_placing", "main_device_of", "refuse_absent"]
+
+DeviceMap = str | int | torch.device | Mapping[str, Any] | Plan
+"""Module name → device, one device for everything, a plan, or the name of a way to find one."""
+
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """A device map that was checked, and what dispatch has to know beside it."""
+
+    device_map: dict[str, DeviceKey]
+    main_device: torch.device
+    """Where offloaded modules run."""
+    offload_buffers: bool
+    ring_bytes: int | None = None
+    """Room for groups that pass through, where a plan kept it; without one, dispatch takes room for two."""
+
+
+def find_placing(
+    model: nn.Module,
+    device_map: DeviceMap,
+    *,
+    max_memory: Mapping[Any, int | str] | None = None,
+    no_split_module_classes: str | Collection[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    dtype_of: DtypeOf | None = None,
+    offload_buffers: bool = False,
+) -> Placing:
+    """Any form of a device map as module name → device, on devices that are there; a strategy is planned, a `Plan` is taken at its word.
+
+    Raises ValueError for an unknown strategy, an unknown device, and a map that leaves a tensor without a place.
+    """
+    if isinstance(device_map, str) and device_map in STRATEGIES:
+        device_map = plan(
+            model,
+            max_memory,
+            no_split_module_classes=no_split_module_classes,
+            dtype=dtype,
+            special_dtypes=None if dtype_of is None else _planned_dtypes(model, dtype_of),
+            mode=device_map,
+            offload_buffers=offload_buffers,
+        )
+    if isinstance(device_map, Plan):
+        main = next(use for use in device_map.devices if use.device == device_map.main_device)
+        place = Placing(
+            dict(device_map.device_map),
+            as_device(device_map.main_device),
+            device_map.offload_buffers,
+            main.reserve_bytes or None,
+        )
+    elif isinstance(device_map, Mapping):
+        check_device_map(model, dict(device_map))
+        devices = normalized(device_map)
+        place = Placing(devices, main_device_of(devices), offload_buffers)
+    else:
+        try:
+            devices = normalized({"": device_map})
+        except PlanError as error:
+            raise PlanError(
+                f"{device_map!r} is not a device map: use one of {', '.join(map(repr, STRATEGIES))}, a device, or a dict of "
+                "module name → device."
+            ) from error
+        place = Placing(devices, main_device_of(devices), offload_buffers)
+    refuse_absent(place.device_map)
+    return place
+
+
+def refuse_absent(devices: Mapping[str, DeviceKey]) -> None:
+    """Raises `PlanError` for a device that this machine lacks: before anything is read or written."""
+    for device in set(devices.values()) - {"disk"}:
+        as_device(device)
+
+
+def _planned_dtypes(model: nn.Module, dtype_of: DtypeOf) -> dict[str, torch.dtype]:
+    """What each tensor will be loaded as; where the file's dtype decides, the model's own stands in for it."""
+    return {
+        name: dtype_of(name, TensorSpec(tuple(tensor.shape), tensor.dtype), tensor.dtype)
+        for name, tensor in named_module_tensors(model, recurse=True)
+    }
+
+
+def main_device_of(device_map: Mapping[str, DeviceKey]) -> torch.device:
+    """Where offloaded modules run: the first accelerator in the map's own order, or the CPU."""
+    return as_device(next((key for key in device_map.values() if key not in ("cpu", "disk")), "cpu"))
