@@ -34,19 +34,21 @@ _MOVING_METHODS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "neuron", 
 
 def outside_compilation(function: F) -> F:
     """The same function, never traced by torch.compile. Importing torch's compiler takes seconds, so it is not imported for this."""
-    disabled: Callable[..., Any] | None = None
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal disabled
-        if disabled is None:
-            if "torch._dynamo" not in sys.modules:
-                return function(*args, **kwargs)
-            disabled = torch.compiler.disable(function)
-        return disabled(*args, **kwargs)
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        # Kept in a dict, not in this closure: where the compiler looks into this frame after all, it loses what is set in closures.
+        if function not in _disabled:
+            _disabled[function] = torch.compiler.disable(function)
+        return _disabled[function](*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]
+
+
+_disabled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 class ModelHook:
