@@ -69,7 +69,7 @@ def compare(
 
 
 def _format(key: str, value: float) -> str:
-    return f"{value / 2**20:,.0f} MiB" if key.endswith("bytes") else f"{value:.3f}"
+    return f"{value / 2**20:,.0f} MiB" if "bytes" in key else f"{value:.3f}"
 
 
 def drop_from_page_cache(folder: Path) -> None:
