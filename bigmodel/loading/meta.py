@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
+import torch.utils._device
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
@@ -18,6 +19,22 @@ from ..progress import environment_flag
 from .replace import new_parameter
 
 __all__ = ["init_empty_weights", "init_on_device"]
+
+
+def _remember_what_device_contexts_redirect() -> None:
+    """Makes torch collect the functions that `with torch.device(…)` redirects, anew and now.
+
+    torch does so once, at the first such context. transformers replaces one of them (`torch.linspace`) while it builds a model on meta; a
+    first context in that moment leaves the real one out for the rest of the process, and computed buffers miss the meta device.
+    """
+    redirected: Any = getattr(torch.utils._device, "_device_constructors", None)
+    if hasattr(redirected, "cache_clear"):
+        redirected.cache_clear()
+    with torch.device("cpu"):
+        torch.empty(0)
+
+
+_remember_what_device_contexts_redirect()
 
 _FILLING: Final = frozenset(
     {getattr(nn.init, name) for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")}

@@ -139,3 +139,17 @@ def test_classes_and_attributes_are_kept() -> None:
         module = nn.Module()
         module.w = special
     assert (type(module.w), module.w.mark, module.w.device.type) == (Special, 3, "meta")
+
+
+def test_device_contexts_redirect_every_constructor_after_transformers_has_built_models():
+    import subprocess
+    import sys
+
+    script = (
+        "import torch, bigmodel, transformers\n"
+        "from transformers.initialization import meta_device_safe_creation_ops\n"
+        "with torch.device('meta'), meta_device_safe_creation_ops(): torch.empty(1)\n"
+        "with bigmodel.init_empty_weights(include_buffers=True): print(torch.linspace(0, 1, 3).device)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "meta", done.stderr[-2000:]
