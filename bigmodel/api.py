@@ -211,7 +211,8 @@ def dispatch_model(
         device_map: covers every parameter and persistent buffer, else ValueError.
         main_device: where offloaded modules run; by default the first accelerator of the map, or "cpu".
         state_dict: values of the offloaded weights, on CPU; by default the model's own.
-        offload_dir: folder of the weights mapped to "disk". Without an `index.json` in it they are written there first.
+        offload_dir: folder of the weights mapped to "disk". Those that the model holds are written there first, unless they are there; a
+            folder of another model is refused.
         offload_index: that folder's index, when it is not in the folder.
         offload_buffers, skip_keys, preload_module_classes, force_hooks: as in `load_and_dispatch`.
 

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from ..dispatch import placement
-from ..errors import BigModelError, MissingPackageError
+from ..errors import BigModelError
 from ..integrations.transformers import from_pretrained
+from ..integrations.transformers.package import transformers_module
 from .plan import MaxMemory, parse_max_memory
 
 __all__ = ["generate"]
@@ -24,10 +25,7 @@ def generate(
     show_plan: Annotated[bool, typer.Option("--show-placement", help="Print where everything lives before generating.")] = False,
 ) -> None:
     """Loads a causal language model under the given budgets and streams its answer to the prompt."""
-    try:
-        from transformers import TextStreamer
-    except ImportError as error:
-        raise MissingPackageError('`bigmodel generate` needs transformers: pip install "bigmodel[transformers]"') from error
+    text_streamer = transformers_module().TextStreamer
     tokenizer = _tokenizer(model)  # takes a moment; the weights of a model that nobody can talk to would take minutes
     loaded = from_pretrained(model, device_map=device_map, max_memory=parse_max_memory(max_memory), dtype=dtype)
     if not loaded.can_generate():
@@ -35,16 +33,14 @@ def generate(
     if show_plan:
         print(placement(loaded))
     inputs = tokenizer(prompt, return_tensors="pt").to(loaded.device)
-    loaded.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=TextStreamer(tokenizer, skip_special_tokens=True))
+    loaded.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=text_streamer(tokenizer, skip_special_tokens=True))
 
 
 def _tokenizer(model: str) -> Any:
     """The tokenizer in a folder or on the hub. Raises `BigModelError`, naming it, where there is none that works."""
-    from transformers import AutoTokenizer
-
     advice = "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) beside config.json."
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        tokenizer: Any = transformers_module().AutoTokenizer.from_pretrained(model)
     # A missing file, a missing package and a damaged file come as errors of many types, some of them bare Exceptions.
     except Exception as error:
         reason = " ".join(str(error).split())[:300]

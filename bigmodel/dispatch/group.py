@@ -17,7 +17,7 @@ from torch import nn
 from ..constants import GROUP_ALIGNMENT_BYTES
 from ..errors import DispatchError
 from ..protocols import Read, Store
-from .lazy import LazyTensor
+from .lazy import LazyTensor, version_of
 from .origin import Origin
 from .pool import Buffer, Pool
 from .transforms import outside_transforms
@@ -255,7 +255,7 @@ class Group:
                     with torch.no_grad():
                         if present.real is not value:
                             present.real.copy_(value)
-                    self._present[index] = present._replace(version=_version(present.real))
+                    self._present[index] = present._replace(version=version_of(present.real))
 
     # --- In and out ---
 
@@ -372,7 +372,7 @@ class Group:
             if table.get(attribute) is resting:
                 table[attribute] = real
                 swapped.append(owner)
-        self._present.append(_Present(slot, real, _version(real), swapped, copied))
+        self._present.append(_Present(slot, real, version_of(real), swapped, copied))
 
     def _swap_out(self) -> None:
         present, self._present = self._present, []
@@ -382,7 +382,7 @@ class Group:
             for owner in owners:
                 if owner.table.get(owner.attribute) is real:
                     owner.table[owner.attribute] = slot.resting
-            if copied and isinstance(slot.resting, LazyTensor) and (_version(real) != version or _statistics(slot, owners)):
+            if copied and isinstance(slot.resting, LazyTensor) and (version_of(real) != version or _statistics(slot, owners)):
                 changed.append((slot.resting.origin, real.detach().to("cpu", copy=True)))
         del present
         slot = real = owners = None  # type: ignore[assignment]
@@ -400,7 +400,3 @@ def _tell_frozen(resting: torch.Tensor) -> None:
 def _statistics(slot: Slot, owners: list[Owner]) -> bool:
     """Whether the slot is a buffer that a training forward may have updated (kernels do that without telling)."""
     return slot.parameter_class is None and any(owner.module.training for owner in owners)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

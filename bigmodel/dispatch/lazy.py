@@ -17,7 +17,7 @@ from .transforms import outside_transforms
 if TYPE_CHECKING:
     from .group import Group
 
-__all__ = ["HANDLERS", "METADATA", "VIEWERS", "LazyTensor", "shares_memory"]
+__all__ = ["HANDLERS", "METADATA", "VIEWERS", "LazyTensor", "shares_memory", "version_of"]
 
 METADATA: set[Any] = set()
 """Functions that are answered by the stand-in on meta (filled in `functions.py`)."""
@@ -160,7 +160,7 @@ class _Substitution:
                 with outside_transforms():
                     held.requires_grad_(True)  # torch chooses kernels by it, even where no gradient is recorded
             origin.tally.outside_read(origin.label, _function_name(self.function), origin.nbytes)
-        self.reals[id(origin)] = (lazy, held, _version(held), group)
+        self.reals[id(origin)] = (lazy, held, version_of(held), group)
         self._memory[id(held)] = held.untyped_storage()._cdata
         return held
 
@@ -201,14 +201,15 @@ class _Substitution:
                         f"{lazy.origin.label} is offloaded and has no storage that {_function_name(self.function)} could exchange: "
                         "assign its .data, or copy_ into it."
                     )
-                if _version(real) != version:
+                if version_of(real) != version:
                     lazy.origin.write(real)
             finally:
                 if group is not None:
                     group.exit()
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor was changed in place; 0 for one made in inference mode, which does not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 

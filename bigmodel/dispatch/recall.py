@@ -10,7 +10,7 @@ import torch
 
 from ..errors import DispatchError
 from .group import Group
-from .lazy import LazyTensor
+from .lazy import LazyTensor, version_of
 from .origin import Origin
 
 __all__ = ["recalled"]
@@ -46,13 +46,13 @@ class _Kept(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Kept:
         # Without its graph: an output that is saved for its own backward would otherwise keep itself alive.
-        return cls(tensor.detach(), 0 if tensor.is_inference() else tensor._version)
+        return cls(tensor.detach(), version_of(tensor))
 
     def value(self) -> torch.Tensor:
-        if not self.tensor.is_inference() and self.tensor._version != self.version:
+        if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 f"a tensor of shape {list(self.tensor.shape)} needed for the backward has been modified by an inplace operation: it is at "
-                f"version {self.tensor._version}, expected version {self.version}."
+                f"version {version_of(self.tensor)}, expected version {self.version}."
             )
         return self.tensor
 

@@ -17,6 +17,7 @@ def transformers_module(name: str = "") -> Any:
         return importlib.import_module(full_name)
     except ImportError as error:
         raise MissingPackageError(
-            f"Loading a transformers model needs the package transformers, version 5 or later ({full_name} cannot be imported: {error}). "
+            "Loading a transformers model needs the package transformers, version 5.24 or later "
+            f"({full_name} cannot be imported: {error}). "
             'Install it with: pip install "bigmodel[transformers]"'
         ) from error
