@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import nn
 
-__all__ = ["Read", "Store", "TensorSpec"]
+__all__ = ["Read", "Store", "TensorSpec", "WeightFormat"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,4 +60,26 @@ class Store(Protocol):
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """Replaces the value of `name` (same shape; any floating dtype)."""
+        ...
+
+
+@runtime_checkable
+class WeightFormat(Protocol):
+    """A packed format of weights, as far as a plan has to know it: which parameters it packs, and what each then takes.
+
+    The room that packs owns these numbers. They are the bytes that loading allocates: the packed weight with all its companions
+    (absmax, nested statistics, row scales).
+    """
+
+    @property
+    def name(self) -> str:
+        """What people call it: `"nf4"`, `"int8"`."""
+        ...
+
+    def packed_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of one weight of this shape and dtype once packed, companions included."""
+        ...
+
+    def packed_sizes(self, model: nn.Module) -> Mapping[str, int]:
+        """Bytes once packed, by full name, of every parameter of `model` that this format packs. What is left as it is does not appear."""
         ...

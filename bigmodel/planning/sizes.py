@@ -97,18 +97,25 @@ def dtype_byte_size(dtype: DtypeLike) -> int | float:
     return bits / 8 if bits % 8 else bits // 8
 
 
-def tensor_bytes_rule(dtype: DtypeLike | None = None, special_dtypes: Mapping[str, DtypeLike] | None = None) -> TensorBytes:
+def tensor_bytes_rule(
+    dtype: DtypeLike | None = None,
+    special_dtypes: Mapping[str, DtypeLike] | None = None,
+    packed_sizes: Mapping[str, int] | None = None,
+) -> TensorBytes:
     """How many bytes each tensor takes once loaded with `dtype`: what loading converts is counted converted, up or down.
 
-    `special_dtypes[name]` wins over `dtype`. Only floating tensors are converted: integers, bools and complex numbers keep their own
+    `packed_sizes[name]` (bytes, of a `WeightFormat`) wins over `special_dtypes[name]`, and that over `dtype`. Only floating tensors are converted: integers, bools and complex numbers keep their own
     size. Packed formats fill whole bytes, tensor by tensor. Raises `PlanError` for what is no dtype, or a lazy tensor without a shape.
     """
     common_bits = None if dtype is None else _element_bits(dtype)
     special_bits = {name: _element_bits(special) for name, special in (special_dtypes or {}).items()}
+    packed = packed_sizes or {}
 
     def rule(name: str, tensor: torch.Tensor) -> int:
         if nn.parameter.is_lazy(tensor):
             raise PlanError(f"Tensor {name!r} has no shape yet (lazy module). Run one forward, then plan.")
+        if name in packed:
+            return packed[name]
         bits = special_bits.get(name)
         if bits is None and common_bits is not None and tensor.is_floating_point():
             bits = common_bits
