@@ -6,7 +6,8 @@ from .conventional import fallback_allocate
 from .device_maps import check_device_map, clean_device_map
 from .infer import infer_auto_device_map
 from .memory import check_device_same, get_balanced_memory, get_max_memory
-from .plan import DeviceUse, Plan, plan
+from .plan import DeviceUse, Plan
+from .planner import plan
 from .sizes import (
     CustomDtype,
     calculate_maximum_sizes,

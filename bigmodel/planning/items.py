@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -34,13 +34,15 @@ class Unit:
 
     items: tuple[Item, ...]
     total_bytes: int
-    """Everything, shared tensors once."""
+    """Everything that it takes on the device where it runs: tensors, shared ones once, and the state of the run."""
     staying_bytes: int
-    """Bytes that stay on the main device when the unit is offloaded: buffers that do not travel."""
+    """Bytes that stay on the main device when the unit is offloaded: buffers that do not travel, and the state of the run."""
     moved_bytes: int
     """Bytes that travel in every step when the unit is offloaded; a tensor that several items use travels for each of them."""
     slot_bytes: tuple[int, ...]
     """Room that the items need to pass through, the largest two, the larger first; empty when nothing passes through."""
+    state_bytes: int = 0
+    """State of the run (KV cache, logits), wherever the unit runs; no part of the model."""
 
     @property
     def stored_bytes(self) -> int:
@@ -135,15 +137,22 @@ def _add(
 
 
 def join_tied(
-    inventory: Inventory, *, offload_buffers: bool, alignment: int = GROUP_ALIGNMENT_BYTES, whole_embeddings: bool = False
+    inventory: Inventory,
+    *,
+    offload_buffers: bool,
+    alignment: int = GROUP_ALIGNMENT_BYTES,
+    whole_embeddings: bool = False,
+    state_bytes: Mapping[str, int] | None = None,
 ) -> list[Unit]:
     """The items as units, in the order of the model; items that share a tensor, directly or through others, form one.
 
     With `offload_buffers` the buffers of the state dict travel with their item; computed ones never do. While a group passes through, each
     of its tensors starts at a multiple of `alignment` bytes. With `whole_embeddings` an embedding table travels like any other weight.
+    `state_bytes` is what the run keeps beside modules, by name of the module or of one inside it.
     """
+    state = _state_by_item(inventory, state_bytes or {})
     if sum(len(item.tensors) for item in inventory.items) == len(inventory.nbytes):  # nothing is shared
-        return [_unit((item,), inventory, offload_buffers, alignment, whole_embeddings) for item in inventory.items]
+        return [_unit((item,), inventory, offload_buffers, alignment, whole_embeddings, state) for item in inventory.items]
     parent = list(range(len(inventory.items)))
 
     def root(index: int) -> int:
@@ -160,10 +169,33 @@ def join_tied(
     members: dict[int, list[Item]] = {}
     for index, item in enumerate(inventory.items):
         members.setdefault(root(index), []).append(item)
-    return [_unit(tuple(items), inventory, offload_buffers, alignment, whole_embeddings) for items in members.values()]
+    return [_unit(tuple(items), inventory, offload_buffers, alignment, whole_embeddings, state) for items in members.values()]
 
 
-def _unit(items: tuple[Item, ...], inventory: Inventory, offload_buffers: bool, alignment: int, whole_embeddings: bool) -> Unit:
+def _state_by_item(inventory: Inventory, state_bytes: Mapping[str, int]) -> dict[str, int]:
+    """State by the item that the module is, or is part of. Raises `PlanError` for a module that no item holds."""
+    if not state_bytes:
+        return {}
+    names = {item.name for item in inventory.items}
+    state: dict[str, int] = {}
+    for module, nbytes in state_bytes.items():
+        name = module
+        while name not in names:
+            if not name:
+                raise PlanError(f"State of the run is given for module {module!r}, which holds no weights and is part of no block.")
+            name = name.rpartition(".")[0]
+        state[name] = state.get(name, 0) + nbytes
+    return state
+
+
+def _unit(
+    items: tuple[Item, ...],
+    inventory: Inventory,
+    offload_buffers: bool,
+    alignment: int,
+    whole_embeddings: bool,
+    state: Mapping[str, int],
+) -> Unit:
     nbytes, buffers = inventory.nbytes, inventory.buffers
 
     def stays(key: int) -> bool:
@@ -175,4 +207,5 @@ def _unit(items: tuple[Item, ...], inventory: Inventory, offload_buffers: bool, 
     at_rest = set() if whole_embeddings else inventory.row_tables
     travelling = [[nbytes[key] for key in item.tensors if not stays(key) and key not in at_rest] for item in items]
     slots = sorted((sum(-(-size // alignment) * alignment for size in sizes) for sizes in travelling if sum(sizes)), reverse=True)
-    return Unit(items, total_bytes, staying_bytes, sum(map(sum, travelling)), tuple(slots[:2]))
+    state_bytes = sum(state.get(item.name, 0) for item in items)
+    return Unit(items, total_bytes + state_bytes, staying_bytes + state_bytes, sum(map(sum, travelling)), tuple(slots[:2]), state_bytes)

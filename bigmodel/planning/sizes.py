@@ -104,8 +104,9 @@ def tensor_bytes_rule(
 ) -> TensorBytes:
     """How many bytes each tensor takes once loaded with `dtype`: what loading converts is counted converted, up or down.
 
-    `packed_sizes[name]` (bytes, of a `WeightFormat`) wins over `special_dtypes[name]`, and that over `dtype`. Only floating tensors are converted: integers, bools and complex numbers keep their own
-    size. Packed formats fill whole bytes, tensor by tensor. Raises `PlanError` for what is no dtype, or a lazy tensor without a shape.
+    `packed_sizes[name]` (bytes, of a `WeightFormat`) wins over `special_dtypes[name]`, and that over `dtype`. Only floating tensors are
+    converted: integers, bools and complex numbers keep their own size. Packed formats fill whole bytes, tensor by tensor. Raises
+    `PlanError` for what is no dtype, or a lazy tensor without a shape.
     """
     common_bits = None if dtype is None else _element_bits(dtype)
     special_bits = {name: _element_bits(special) for name, special in (special_dtypes or {}).items()}

@@ -45,21 +45,25 @@ def assign(
     mode: str = "sequential",
     main_holds: bool = False,
     overlap_first: bool | None = None,
+    workspace_bytes: int = 0,
 ) -> Assignment:
     """Places every unit within `budgets` (bytes, in device order; "disk" has no limit unless one is given).
 
-    Arithmetic happens on the accelerators, and what they cannot keep rests on "cpu", then on "disk". Without accelerators, or where
-    none of them has room for the model's groups to pass through, "cpu" computes and "disk" is the store. If even that fails, everything
-    rests in the stores and `slots` is 0 with `moved_bytes` above 0. `mode`, `main_holds` and `overlap_first` as in `solve`.
+    Arithmetic happens on the accelerators, and what they cannot keep rests on "cpu", then on "disk". Without accelerators, or where none of
+    them has room for the model's groups to pass through, "cpu" computes and "disk" is the store. If even that fails, everything rests in
+    the stores and `slots` is 0 with `moved_bytes` above 0. Every device that computes keeps `workspace_bytes` free. `mode`, `main_holds`
+    and `overlap_first` as in `solve`.
     """
-    accelerators = [Tier(key, budget) for key, budget in budgets.items() if key not in ("cpu", "disk") and budget > 0]
+    accelerators = [
+        Tier(key, budget - workspace_bytes) for key, budget in budgets.items() if key not in ("cpu", "disk") and budget > workspace_bytes
+    ]
     host = [Tier("cpu", budgets["cpu"])] if budgets.get("cpu", 0) > 0 else []
     disk = [Tier("disk", budgets.get("disk"))]
     found = (
         solve(units, accelerators, [*host, *disk], mode=mode, main_holds=main_holds, overlap_first=overlap_first) if accelerators else None
     )
-    if found is None and host:
-        found = solve(units, host, disk, overlap_first=overlap_first)
+    if found is None and budgets.get("cpu", 0) > workspace_bytes:
+        found = solve(units, [Tier("cpu", budgets["cpu"] - workspace_bytes)], disk, overlap_first=overlap_first)
     if found is not None:
         return found
     places: list[DeviceKey | None] = [None] * len(units)

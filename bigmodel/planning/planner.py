@@ -1,0 +1,200 @@
+"""`plan`: decides where every weight shall live. What it asks of the other files is all in `_solved`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ..devices import DeviceKey
+from ..errors import PlanError
+from ..protocols import WeightFormat
+from ..text import bytes_text
+from .advice import advise
+from .device_maps import clean_device_map
+from .infer import map_entries, refuse_unplaced
+from .items import Inventory, Unit, find_items, join_tied
+from .memory import measured_budgets, parse_budgets
+from .needs import Needs, Workload, needs_of
+from .plan import DeviceUse, Plan
+from .request import Request
+from .sizes import DtypeLike, tensor_bytes_rule
+from .solver import Assignment, assign, ring_bytes
+from .table import device_text
+
+__all__ = ["plan"]
+
+
+def plan(
+    model: nn.Module,
+    max_memory: Mapping[Any, int | str] | None = None,
+    *,
+    no_split_module_classes: str | Collection[str] | None = None,
+    dtype: DtypeLike | None = None,
+    special_dtypes: Mapping[str, DtypeLike] | None = None,
+    mode: str = "auto",
+    offload_buffers: bool = False,
+    weight_format: WeightFormat | None = None,
+    batch: int = 1,
+    context: int | None = None,
+    cache_dtype: DtypeLike | None = None,
+    formats: Sequence[WeightFormat] = (),
+) -> Plan:
+    """Decides where every weight of `model` (on meta or real) shall live, so that as few bytes as possible travel per step.
+
+    `max_memory` gives bytes per device (`{0: "20GiB", "cpu": 10**10, "disk": "1GB"}`; torch devices and their names work as keys, and
+    accelerators that this machine lacks can be planned for). Devices that it does not name are not used, except "disk". Without it the
+    machine is measured (`memory.measured_budgets`). `dtype` and `special_dtypes` (by tensor name) are those that loading will use.
+
+    Blocks are never split: modules of `no_split_module_classes`, else those found by `modules.find_blocks`. Tied weights stay together and
+    count once. Where something has to be offloaded, embeddings that are not tied go first: a step reads single rows of them.
+
+    `mode`: "auto" and "balanced" fill accelerators evenly if everything fits, "balanced_low_0" leaves the first as empty as it can be,
+    "sequential" fills one after the other. With `offload_buffers` the buffers of offloaded modules travel too; if the main device has no
+    room for them otherwise, the plan does so by itself and says it.
+
+    `weight_format` packs weights on the way. With `context` (tokens per sequence) the plan keeps room for a run of `batch` sequences: the
+    KV cache (in `cache_dtype`, by default that of the activations), activations, logits; without it, budgets are for weights alone.
+    `formats` are the packed formats that the advice may propose.
+
+    Raises `PlanError` (a ValueError) for a model without tensors, an unknown device or mode, a size that cannot be read, a host budget
+    that leaves no room for the largest group to pass through, and a "disk" budget that leaves something without a place.
+    """
+    request = Request(
+        model,
+        measured_budgets() if max_memory is None else parse_budgets(max_memory),
+        no_split_module_classes,
+        dtype,
+        special_dtypes,
+        weight_format,
+        mode,
+        offload_buffers,
+        Workload(batch, context, cache_dtype),
+    )
+    found = _solved(request)
+    return replace(found, advice=advise(request, found, _solved, formats))
+
+
+def _solved(request: Request) -> Plan:
+    """The plan without advice."""
+    model, budgets, offload_buffers = request.model, request.budgets, request.offload_buffers
+    packed_sizes = None if request.weight_format is None else request.weight_format.packed_sizes(model)
+    rule = tensor_bytes_rule(request.dtype, request.special_dtypes, packed_sizes)
+    inventory = find_items(model, rule, request.no_split_module_classes)
+    needs = needs_of(model, request.workload, request.dtype)
+    notes = list(needs.notes)
+
+    def assigned(units: Sequence[Unit]) -> Assignment:
+        return assign(units, budgets, mode=request.mode, workspace_bytes=needs.workspace_bytes)
+
+    units = join_tied(inventory, offload_buffers=offload_buffers, state_bytes=needs.state_bytes)
+    assignment = assigned(units)
+    if not offload_buffers and assignment.main != _first_compute(budgets) and any(inventory.buffers.values()):
+        travelling = join_tied(inventory, offload_buffers=True, state_bytes=needs.state_bytes)
+        with_buffers = assigned(travelling)
+        if with_buffers.main != assignment.main:
+            units, assignment, offload_buffers = travelling, with_buffers, True
+            notes.append(f"Buffers of offloaded modules travel with them: device {assignment.main!r} has no room to keep them all.")
+    refuse_unplaced(units, assignment, budgets)
+    notes += _passage_notes(units, assignment, budgets)
+    return _described(request, inventory, needs, units, assignment, offload_buffers, notes)
+
+
+def _first_compute(budgets: Mapping[DeviceKey, int]) -> DeviceKey:
+    return next((key for key, budget in budgets.items() if key not in ("cpu", "disk") and budget > 0), "cpu")
+
+
+def _passage_notes(units: Sequence[Unit], assignment: Assignment, budgets: Mapping[DeviceKey, int]) -> list[str]:
+    """What to say about the room to pass through. Raises `PlanError` where there is none on any device."""
+    notes: list[str] = []
+    largest = max(units, key=lambda unit: unit.slot_bytes[:1])
+    needed_bytes = ring_bytes(units, 1) + sum(unit.staying_bytes for unit in units)
+    name = largest.items[0].name or "the model"
+    first = _first_compute(budgets)
+    if first != "cpu" and assignment.main == "cpu":
+        notes.append(
+            f"Everything runs on the CPU: no accelerator has room for the largest group to pass through ({name}, "
+            f"{bytes_text(needed_bytes)}; device {first!r} offers {bytes_text(budgets[first])})."
+        )
+    if assignment.main == "cpu" and assignment.slots == 0 and assignment.moved_bytes:
+        if "cpu" in budgets:
+            largest_budget = max(budget for key, budget in budgets.items() if key != "disk")
+            raise PlanError(
+                f"No device can run this model: {name} needs {needed_bytes:,} bytes to pass through, and the largest budget of a device "
+                f"that computes is {largest_budget:,}. Give 'cpu' or an accelerator at least that."
+            )
+        notes.append(
+            f"max_memory gives nothing for 'cpu', where this plan runs: it takes up to {bytes_text(ring_bytes(units, 2))} of RAM there."
+        )
+    stores = {"disk"} if assignment.main == "cpu" else {"cpu", "disk"}
+    passing = [unit for unit, place in zip(units, assignment.places, strict=True) if place in stores]
+    if assignment.slots == 1 and ring_bytes(passing, 2) > ring_bytes(passing, 1):
+        notes.append(
+            "Room for one group at a time: copies and arithmetic take turns. Some more memory on the main device lets them overlap."
+        )
+    return notes
+
+
+def _described(
+    request: Request,
+    inventory: Inventory,
+    needs: Needs,
+    units: Sequence[Unit],
+    assignment: Assignment,
+    offload_buffers: bool,
+    notes: Sequence[str],
+) -> Plan:
+    main, budgets = assignment.main, request.budgets
+    stores = {"disk"} if main == "cpu" else {"cpu", "disk"}
+    device_map = clean_device_map(map_entries(inventory, units, assignment))
+    resident: dict[DeviceKey, int] = {}
+    stored: dict[DeviceKey, int] = {}
+    state: dict[DeviceKey, int] = {}
+    staying_bytes = 0
+    for unit, place in zip(units, assignment.places, strict=True):
+        if place in stores:
+            stored[place] = stored.get(place, 0) + unit.stored_bytes
+            staying_bytes += unit.staying_bytes - unit.state_bytes
+        else:
+            resident[place] = resident.get(place, 0) + unit.total_bytes - unit.state_bytes
+        if unit.state_bytes:
+            runs_on = main if place in stores else place
+            state[runs_on] = state.get(runs_on, 0) + unit.state_bytes
+    computing = {main, *resident}
+    keys = list(dict.fromkeys([*budgets, *(key for key in (main, *assignment.places) if key not in budgets)]))
+    devices = tuple(
+        DeviceUse(
+            key,
+            budgets.get(key),
+            resident.get(key, 0),
+            stored.get(key, 0),
+            staying_bytes if key == main else 0,
+            assignment.reserve_bytes if key == main else 0,
+            state.get(key, 0),
+            needs.workspace_bytes if key in computing else 0,
+            tuple(name for name, device in device_map.items() if device == key),
+        )
+        for key in sorted(keys, key=lambda key: (isinstance(key, str), ("mps", "cpu", "disk").index(key) if isinstance(key, str) else key))
+    )
+    stored_bytes = sum(stored.values())
+    use = next(use for use in devices if use.device == main)
+    return Plan(
+        model=type(request.model).__name__,
+        device_map=device_map,
+        main_device=main,
+        devices=devices,
+        total_bytes=inventory.total_bytes,
+        moved_bytes=assignment.moved_bytes,
+        ring_slots=assignment.slots,
+        binding=f"memory of {device_text(main)}" if stored_bytes else "",
+        short_bytes=max(0, stored_bytes - (use.left_bytes or 0) - use.reserve_bytes) if stored_bytes else 0,
+        offload_buffers=offload_buffers,
+        blocks=tuple(inventory.blocks),
+        is_optimal=assignment.is_optimal,
+        weight_format="" if request.weight_format is None else request.weight_format.name,
+        batch=request.workload.batch,
+        context=request.workload.context,
+        notes=tuple(notes),
+    )

@@ -1,0 +1,38 @@
+"""What is asked of a plan, in one value, so that it can be asked again with one thing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ..devices import DeviceKey
+from ..errors import PlanError
+from ..protocols import WeightFormat
+from .needs import Workload
+from .sizes import DtypeLike
+
+__all__ = ["MODES", "Request"]
+
+MODES = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The model, what the devices offer, how the model will be loaded, and the run that it is for."""
+
+    model: nn.Module
+    budgets: Mapping[DeviceKey, int]
+    """Bytes by device, in device order (`memory.parse_budgets`)."""
+    no_split_module_classes: str | Collection[str] | None = None
+    dtype: DtypeLike | None = None
+    special_dtypes: Mapping[str, DtypeLike] | None = None
+    weight_format: WeightFormat | None = None
+    mode: str = "auto"
+    offload_buffers: bool = False
+    workload: Workload = field(default_factory=Workload)
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise PlanError(f"Mode {self.mode!r} is unknown. Use one of {', '.join(MODES)}.")
