@@ -14,6 +14,7 @@ __all__ = [
     "MatchError",
     "MissingPackageError",
     "PlanError",
+    "QuantizationError",
 ]
 
 
@@ -43,6 +44,10 @@ class MatchError(CheckpointError, RuntimeError):
 
 class DispatchError(BigModelError, RuntimeError):
     """A dispatched model is asked for something that it cannot do without being wrong."""
+
+
+class QuantizationError(BigModelError, ValueError):
+    """A quantization that cannot be: a config with a mistake in it, a weight that cannot be packed, packed bytes that do not fit."""
 
 
 class MissingPackageError(BigModelError, ImportError):

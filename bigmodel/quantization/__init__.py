@@ -1,0 +1,21 @@
+"""Packed weights: formats and their exact sizes, which layers are packed, packing and unpacking."""
+
+from __future__ import annotations
+
+from .config import BnbQuantizationConfig, Scheme, scheme_of
+from .formats import FORMAT_NAMES, FourBit, Int8, PackedFormat, weight_format
+from .selection import Selection, keep_list, select
+
+__all__ = [
+    "FORMAT_NAMES",
+    "BnbQuantizationConfig",
+    "FourBit",
+    "Int8",
+    "PackedFormat",
+    "Scheme",
+    "Selection",
+    "keep_list",
+    "scheme_of",
+    "select",
+    "weight_format",
+]

@@ -1,0 +1,126 @@
+"""What the user asks for: `BnbQuantizationConfig`, transformers' `BitsAndBytesConfig`, and the scheme that both come down to."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from ..errors import QuantizationError
+from ..planning import CustomDtype
+from .formats import FourBit, Int8, PackedFormat
+
+__all__ = ["BnbQuantizationConfig", "Scheme", "scheme_of"]
+
+_DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DEFAULT_THRESHOLD: Final = 6.0
+
+
+@dataclass
+class BnbQuantizationConfig:
+    """4- or 8-bit packing with bitsandbytes. Using it never changes it.
+
+    Raises `QuantizationError` (a ValueError) when it is made with what cannot be.
+    """
+
+    load_in_8bit: bool = False
+    """LLM.int8(): one scale a row, activations quantized as they come."""
+    llm_int8_threshold: float = DEFAULT_THRESHOLD
+    """8-bit: columns of activations with a value above this are multiplied in floating point; 0 multiplies all in int8."""
+    load_in_4bit: bool = False
+    bnb_4bit_quant_type: str = "fp4"
+    """`"fp4"` or `"nf4"`."""
+    bnb_4bit_use_double_quant: bool = False
+    """Whether the scales of the blocks are packed as well, to 8 bits."""
+    bnb_4bit_compute_dtype: str | torch.dtype = "fp16"
+    """`"fp32"`, `"fp16"`, `"bf16"` or a torch dtype; a torch dtype once the config is made."""
+    torch_dtype: str | torch.dtype | None = None
+    """Of what is not packed; float16 for 8 bits, the compute dtype for 4 bits if not given."""
+    skip_modules: list[str] | None = None
+    """Names of modules that are left as they are: whole names, or runs of a name's components. None: the output head and tied weights."""
+    keep_in_fp32_modules: list[str] | None = None
+    """Names of modules that are left as they are, in float32."""
+    target_dtype: torch.dtype | CustomDtype = field(init=False)
+    """What the packed elements count as in a plan."""
+
+    def __post_init__(self) -> None:
+        for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
+            if not isinstance(getattr(self, name), bool):
+                raise QuantizationError(f"{name} must be a bool; it is {getattr(self, name)!r}.")
+        if self.load_in_8bit == self.load_in_4bit:
+            both = "both True" if self.load_in_4bit else "both False"
+            raise QuantizationError(f"load_in_4bit and load_in_8bit can't be {both}: choose one.")
+        if isinstance(self.llm_int8_threshold, bool) or not isinstance(self.llm_int8_threshold, int | float):
+            raise QuantizationError(f"llm_int8_threshold must be a float or an int; it is {self.llm_int8_threshold!r}.")
+        if self.bnb_4bit_quant_type not in ("fp4", "nf4"):
+            raise QuantizationError(f"bnb_4bit_quant_type must be 'fp4' or 'nf4'; it is {self.bnb_4bit_quant_type!r}.")
+        self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
+        for name in ("skip_modules", "keep_in_fp32_modules"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), list):
+                raise QuantizationError(f"{name} must be a list of strings; it is {getattr(self, name)!r}.")
+        self.target_dtype = CustomDtype.INT4 if self.load_in_4bit else torch.int8
+        if self.load_in_4bit and self.llm_int8_threshold != DEFAULT_THRESHOLD:
+            warnings.warn("llm_int8_threshold has no effect with load_in_4bit: it belongs to 8 bits.", UserWarning, stacklevel=3)
+        if self.torch_dtype is None:
+            self.torch_dtype = torch.float16 if self.load_in_8bit else self.bnb_4bit_compute_dtype
+        self.torch_dtype = _dtype("torch_dtype", self.torch_dtype)
+
+
+def _dtype(name: str, value: object) -> torch.dtype:
+    found = _DTYPES.get(value) if isinstance(value, str) else value
+    if not isinstance(found, torch.dtype):
+        raise QuantizationError(f"{name} must be one of {', '.join(map(repr, _DTYPES))} or a torch dtype; it is {value!r}.")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How a model is packed, whatever form of config asked for it."""
+
+    format: PackedFormat
+    compute_dtype: torch.dtype | None = None
+    """4-bit: what the arithmetic runs in; None for that of the inputs."""
+    threshold: float = DEFAULT_THRESHOLD
+    """8-bit: activations above it are multiplied in floating point."""
+    dtype: torch.dtype | None = None
+    """Of what is not packed; None for what loading gives it."""
+    keep_in_fp32: tuple[str, ...] = ()
+    """Names of modules that are left in float32."""
+
+
+def scheme_of(config: object) -> Scheme:
+    """The scheme of a `BnbQuantizationConfig`, or of any object with the attributes of transformers' `BitsAndBytesConfig`.
+
+    Raises `QuantizationError` for an object that is neither, and for what only training on top of unpacked 8-bit weights needs.
+    """
+    if isinstance(config, Scheme):
+        return config
+    given: Any = config
+    if not hasattr(given, "load_in_4bit") or not hasattr(given, "load_in_8bit"):
+        raise QuantizationError(
+            f"{type(config).__name__} is no config of bitsandbytes: give a BnbQuantizationConfig, or transformers' BitsAndBytesConfig."
+        )
+    if getattr(given, "llm_int8_has_fp16_weight", False):
+        raise QuantizationError("llm_int8_has_fp16_weight=True keeps the weights unpacked: load the model without quantization instead.")
+    ours = isinstance(config, BnbQuantizationConfig)
+    skipped = given.skip_modules if ours else getattr(given, "llm_int8_skip_modules", None)
+    in_fp32 = tuple(getattr(given, "keep_in_fp32_modules", None) or ())
+    checked = BnbQuantizationConfig(
+        load_in_8bit=given.load_in_8bit,
+        load_in_4bit=given.load_in_4bit,
+        bnb_4bit_quant_type=given.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=given.bnb_4bit_use_double_quant,
+        bnb_4bit_compute_dtype=given.bnb_4bit_compute_dtype,
+        skip_modules=skipped,
+    )
+    left = None if skipped is None else tuple(skipped)
+    found: PackedFormat
+    if checked.load_in_8bit:
+        found = Int8(skip_modules=left, kept=in_fp32)
+    else:
+        storage = getattr(given, "bnb_4bit_quant_storage", torch.uint8)
+        found = FourBit(checked.bnb_4bit_quant_type, checked.bnb_4bit_use_double_quant, storage=storage, skip_modules=left, kept=in_fp32)
+    assert isinstance(checked.bnb_4bit_compute_dtype, torch.dtype)
+    return Scheme(found, checked.bnb_4bit_compute_dtype, float(given.llm_int8_threshold), given.torch_dtype if ours else None, in_fp32)

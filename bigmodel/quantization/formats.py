@@ -1,0 +1,128 @@
+"""The packed formats: what is packed, and the exact bytes of a weight with all its companions.
+
+Sizes are those that bitsandbytes allocates (`functional.quantize_4bit`, `functional.int8_vectorwise_quant`); nothing here imports it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import torch
+from torch import nn
+
+from ..errors import QuantizationError
+from ..protocols import TensorSpec
+from .selection import select
+
+__all__ = ["FORMAT_NAMES", "FourBit", "Int8", "PackedFormat", "weight_format"]
+
+FLOAT_BYTES: Final = 4
+BLOCK: Final = 64
+"""Elements that share one scale (absmax)."""
+STATISTICS_BLOCK: Final = 256
+"""Scales that share one scale of their own, with double quantization."""
+CODE_BYTES: Final = 16 * FLOAT_BYTES
+"""The table of the 16 values that 4 bits stand for: one a weight."""
+STATISTICS_CODE_BYTES: Final = 256 * FLOAT_BYTES
+"""The table of the 256 values that a packed scale stands for: one a weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class FourBit:
+    """bitsandbytes' 4-bit formats, a `bigmodel.protocols.WeightFormat`.
+
+    Two elements a byte; one float32 scale (absmax) for each 64 elements. With double quantization the scales take a byte each, beside one
+    float32 for 256 of them and their mean.
+    """
+
+    quant_type: str = "nf4"
+    """`"nf4"` or `"fp4"`."""
+    double_quant: bool = False
+    storage: torch.dtype = torch.uint8
+    """The dtype that the packed bytes are kept as."""
+    skip_modules: tuple[str, ...] | None = None
+    """Names of modules that are left as they are; None: the output head and tied weights (`keep_list`)."""
+    kept: tuple[str, ...] = ()
+    """Names of more modules that are left as they are."""
+
+    @property
+    def name(self) -> str:
+        """`"nf4"`, `"fp4"`, `"nf4-dq"` or `"fp4-dq"` (double quantization)."""
+        return f"{self.quant_type}-dq" if self.double_quant else self.quant_type
+
+    def packed_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of one weight of this shape once packed, companions included."""
+        elements = math.prod(spec.shape)
+        blocks = -(-elements // BLOCK)
+        packed = -(-elements // 2)
+        packed = -(-packed // self.storage.itemsize) * self.storage.itemsize
+        if not self.double_quant:
+            return packed + blocks * FLOAT_BYTES + CODE_BYTES
+        nested = -(-blocks // STATISTICS_BLOCK) * FLOAT_BYTES
+        return packed + blocks + nested + FLOAT_BYTES + CODE_BYTES + STATISTICS_CODE_BYTES
+
+    def packed_sizes(self, model: nn.Module) -> Mapping[str, int]:
+        """Bytes once packed, by every full name of each parameter of `model` that is packed."""
+        return _sizes(self, model)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8:
+    """bitsandbytes' LLM.int8(), a `bigmodel.protocols.WeightFormat`: one byte an element, and one float32 scale (SCB) a row."""
+
+    skip_modules: tuple[str, ...] | None = None
+    """Names of modules that are left as they are; None: the output head and tied weights (`keep_list`)."""
+    kept: tuple[str, ...] = ()
+    """Names of more modules that are left as they are."""
+
+    @property
+    def name(self) -> str:
+        """`"int8"`."""
+        return "int8"
+
+    def packed_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of one weight of this shape (rows, columns) once packed, scales included."""
+        return math.prod(spec.shape) + spec.shape[0] * FLOAT_BYTES
+
+    def packed_sizes(self, model: nn.Module) -> Mapping[str, int]:
+        """Bytes once packed, by every full name of each parameter of `model` that is packed."""
+        return _sizes(self, model)
+
+
+PackedFormat: TypeAlias = FourBit | Int8
+
+
+def _sizes(packed: PackedFormat, model: nn.Module) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    known: dict[torch.Size, int] = {}
+    for name, module in select(model, packed.skip_modules, packed.kept).packed.items():
+        shape = module.weight.shape
+        nbytes = known.get(shape)
+        if nbytes is None:
+            nbytes = known[shape] = packed.packed_bytes(TensorSpec(tuple(shape), module.weight.dtype))
+        sizes[f"{name}.weight"] = nbytes
+    return sizes
+
+
+_FORMATS: Final[Mapping[str, PackedFormat]] = {
+    "nf4": FourBit("nf4"),
+    "nf4-dq": FourBit("nf4", double_quant=True),
+    "fp4": FourBit("fp4"),
+    "fp4-dq": FourBit("fp4", double_quant=True),
+    "int8": Int8(),
+}
+FORMAT_NAMES: Final = tuple(_FORMATS)
+
+
+def weight_format(name: str) -> PackedFormat:
+    """The format of a name: `"nf4"`, `"fp4"`, each also with double quantization (`"nf4-dq"`, `"fp4-dq"`), or `"int8"`.
+
+    The output head and tied weights are left as they are. Raises `QuantizationError` (a ValueError) for another name.
+    """
+    found = _FORMATS.get(name)
+    if found is None:
+        raise QuantizationError(f"{name!r} is no packed format. Use one of {', '.join(map(repr, FORMAT_NAMES))}.")
+    return found

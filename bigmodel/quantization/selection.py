@@ -1,0 +1,140 @@
+"""Which layers of a model are packed, and why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from ..modules import find_blocks
+
+__all__ = ["Selection", "keep_list", "select"]
+
+READS_WEIGHTS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+"""Modules of torch whose own forward computes with their children's weights, past the children's forward."""
+
+
+@dataclass(slots=True)
+class Selection:
+    """The linear layers of a model, sorted."""
+
+    packed: dict[str, nn.Linear] = field(default_factory=dict)
+    """By every full name: a layer that stands in several places appears under each of them."""
+    left: dict[str, str] = field(default_factory=dict)
+    """Full name → why the layer is left as it is."""
+
+
+class _Node(NamedTuple):
+    name: str
+    module: nn.Module
+    parent: nn.Module
+
+
+def select(model: nn.Module, skip_modules: Collection[str] | None = None, kept: Collection[str] = ()) -> Selection:
+    """Sorts the linear layers below `model` into those that are packed and those that are left as they are.
+
+    `skip_modules` and `kept` name modules, with all below them: by full name, or by a run of components of it (`"q_proj"`, `"layers.1"`,
+    which is not `layers.10`). With None the output head and tied weights are skipped (`keep_list`). Subclasses of Linear with a forward of
+    their own are left; so is whatever torch's own modules compute with past the layer's forward.
+    """
+    nodes = _nodes(model)
+    tied = _tied(nodes)
+    names = {*(_keep_list(model, nodes, tied) if skip_modules is None else skip_modules), *kept}
+    found = Selection()
+    skipped: set[str] = set()
+    for name, module, parent in nodes:
+        if names and (name.rpartition(".")[0] in skipped or _ends_with(name, names)):
+            skipped.add(name)
+        if not isinstance(module, nn.Linear):
+            continue
+        reason = "it is the output head, tied, or was asked to be left" if name in skipped else _why_left(module, parent, tied)
+        if reason is None:
+            found.packed[name] = module
+        else:
+            found.left[name] = reason
+    return found
+
+
+def _nodes(model: nn.Module) -> list[_Node]:
+    """All modules below `model` under all of their names, parents first, in order."""
+    nodes: list[_Node] = []
+    stack = [_Node(name, child, model) for name, child in reversed(model._modules.items()) if child is not None]
+    while stack:
+        node = stack.pop()
+        nodes.append(node)
+        if node.module._modules:
+            below = reversed(node.module._modules.items())
+            stack += [_Node(f"{node.name}.{key}", child, node.module) for key, child in below if child is not None]
+    return nodes
+
+
+def _tied(nodes: Iterable[_Node]) -> set[int]:
+    """Identities of the parameters that several modules hold; a module that stands in several places ties nothing."""
+    owners: dict[int, int] = {}
+    tied: set[int] = set()
+    for _, module, _ in nodes:
+        for parameter in module._parameters.values():
+            if parameter is not None and owners.setdefault(id(parameter), id(module)) != id(module):
+                tied.add(id(parameter))
+    return tied
+
+
+def _ends_with(path: str, names: Collection[str]) -> bool:
+    """Whether a run of components that ends the path is one of the names."""
+    while path:
+        if path in names:
+            return True
+        path = path.partition(".")[2]
+    return False
+
+
+def _why_left(module: nn.Linear, parent: nn.Module, tied: Collection[int]) -> str | None:
+    kind = type(module)
+    if isinstance(module, NonDynamicallyQuantizableLinear) or isinstance(parent, READS_WEIGHTS):
+        return f"{type(parent).__name__} computes with its weight directly"
+    if kind.forward is not nn.Linear.forward:
+        return f"{kind.__name__} has a forward of its own"
+    if not module.weight.is_floating_point():
+        return f"its weight is {module.weight.dtype} already"
+    if id(module.weight) in tied:
+        return "its weight is tied to another module's"
+    return None
+
+
+def keep_list(model: nn.Module) -> list[str]:
+    """Names of the modules that are better left as they are: those whose weights are tied to other modules', and the output head.
+
+    The head is what the model itself calls so (`get_output_embeddings` of transformers' models), and the last child, if that holds linear
+    layers but no block; without either, the last child that is a linear layer. A base model of transformers has no head.
+    """
+    nodes = _nodes(model)
+    return _keep_list(model, nodes, _tied(nodes))
+
+
+def _keep_list(model: nn.Module, nodes: Sequence[_Node], tied: Collection[int]) -> list[str]:
+    owners = [name for name, module, _ in nodes if tied and any(id(each) in tied for each in module._parameters.values())]
+    return list(dict.fromkeys([*owners, *_heads(model, nodes)]))
+
+
+def _heads(model: nn.Module, nodes: Sequence[_Node]) -> list[str]:
+    prefix = getattr(model, "base_model_prefix", None)
+    if isinstance(prefix, str) and not hasattr(model, prefix):
+        return []
+    ask = getattr(model, "get_output_embeddings", None)
+    head = ask() if callable(ask) else None
+    heads = [name for name, module, _ in nodes if module is head]
+    children = [(name, child) for name, child in model._modules.items() if child is not None]
+    if children and _is_head(model, *children[-1]):
+        heads.append(children[-1][0])
+    return heads or [name for name, child in children if isinstance(child, nn.Linear)][-1:]
+
+
+def _is_head(model: nn.Module, name: str, module: nn.Module) -> bool:
+    """Whether a child holds linear layers, and no block."""
+    if isinstance(module, nn.Linear):
+        return True
+    has_layers = any(isinstance(each, nn.Linear) for each in module.modules())
+    return has_layers and not any(f"{block}.".startswith(f"{name}.") for block in find_blocks(model))
