@@ -10,14 +10,15 @@ from .constants import GiB, KiB, MiB
 __all__ = ["bytes_text", "names_text"]
 
 
-def bytes_text(nbytes: int | None) -> str:
-    """Bytes for people: `"1.50 GiB"`, `"236 B"`, and `"no limit"` for None."""
+def bytes_text(nbytes: int | None, *, short: bool = False) -> str:
+    """Bytes for people: `"1.50 GiB"`, `"236 B"`, and `"no limit"` for None; with `short` in three digits where that is enough."""
     if nbytes is None:
         return "no limit"
     for unit, name in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
         if abs(nbytes) >= unit:
             amount = nbytes / unit
-            return f"{amount:.{2 if amount < 100 else 1}f} {name}"
+            digits = 3 - len(str(int(abs(amount)))) if short else 2 if amount < 100 else 1
+            return f"{amount:.{max(0, digits)}f} {name}"
     return f"{nbytes} B"
 
 

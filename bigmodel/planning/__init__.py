@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from .advice import Advice
 from .conventional import fallback_allocate
+from .cost import Prediction
 from .device_maps import check_device_map, clean_device_map
 from .infer import infer_auto_device_map
 from .memory import check_device_same, get_balanced_memory, get_max_memory
@@ -27,9 +29,11 @@ from .ties import (
 )
 
 __all__ = [
+    "Advice",
     "CustomDtype",
     "DeviceUse",
     "Plan",
+    "Prediction",
     "calculate_maximum_sizes",
     "check_device_map",
     "check_device_same",

@@ -23,6 +23,8 @@ class Advice:
     """What to do, for people: `"4-bit weights (nf4)"`, `"one more card of 24.0 GiB"`."""
     moved_bytes: int
     """Bytes that would travel in every step."""
+    disk_bytes: int
+    """Bytes that would rest on disk."""
     fits: bool
     """Whether everything would stay on the devices that compute."""
     decode_seconds: float | None = None

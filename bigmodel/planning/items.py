@@ -13,7 +13,7 @@ from ..errors import PlanError
 from ..modules import find_blocks, row_tables
 from .sizes import TensorBytes
 
-__all__ = ["Inventory", "Item", "Unit", "find_items", "join_tied"]
+__all__ = ["Inventory", "Item", "Unit", "buffer_bytes", "find_items", "join_tied"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,13 @@ def find_items(model: nn.Module, rule: TensorBytes, no_split_module_classes: str
     if not inventory.items:
         raise PlanError(f"{type(model).__name__} has no parameters and no buffers: there is nothing to place.")
     return inventory
+
+
+def buffer_bytes(unit: Unit, inventory: Inventory) -> int:
+    """Bytes of the unit's buffers, shared ones once."""
+    if not inventory.buffers:
+        return 0
+    return sum(inventory.nbytes[key] for key in {key for item in unit.items for key in item.tensors if key in inventory.buffers})
 
 
 def _join(prefix: str, name: str) -> str:

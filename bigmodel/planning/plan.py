@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from ..devices import DeviceKey
 from ..errors import PlanError
 from .advice import Advice
 from .cost import Prediction
+from .html import html
+from .kinds import Kind
+from .plot import plot
+from .strict_json import StrictJsonError, decode, parse
 from .table import render
 
 __all__ = ["DeviceUse", "Plan"]
+
+JSON_VERSION: Final = 1
+"""Of the text that `to_json` writes: changes with the fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,8 @@ class DeviceUse:
     """Kept free for the run, as long as it lasts: KV cache, logits."""
     workspace_bytes: int = 0
     """Kept free for activations and temporary memory."""
+    buffer_bytes: int = 0
+    """Of `resident_bytes`, what is buffers."""
     contents: tuple[str, ...] = ()
     """The entries of the device map that lead here."""
 
@@ -42,6 +51,18 @@ class DeviceUse:
         """Everything that the plan puts on the device, and all that it keeps free there."""
         kept_bytes = self.resident_bytes + self.offloaded_bytes + self.staying_bytes
         return kept_bytes + self.reserve_bytes + self.state_bytes + self.workspace_bytes
+
+    @property
+    def bytes_by_kind(self) -> dict[Kind, int]:
+        """`used_bytes` by what they are for, in the order of `kinds.COLOURS`."""
+        return {
+            "weights": self.resident_bytes - self.buffer_bytes,
+            "buffers": self.buffer_bytes + self.staying_bytes,
+            "offloaded": self.offloaded_bytes,
+            "KV cache and logits": self.state_bytes,
+            "activations": self.workspace_bytes,
+            "reserve": self.reserve_bytes,
+        }
 
     @property
     def left_bytes(self) -> int | None:
@@ -54,7 +75,7 @@ class Plan:
     """A device map with its reasons. `print(plan)` shows it as a table."""
 
     model: str
-    """Class name of the model."""
+    """Class name of the model, or the name of the checkpoint where only its headers were known."""
     device_map: dict[str, DeviceKey]
     main_device: DeviceKey
     """Where offloaded modules run."""
@@ -93,23 +114,64 @@ class Plan:
         """Room kept free on the main device for offloaded groups to pass through: what the dispatch may use there."""
         return sum(use.reserve_bytes for use in self.devices)
 
+    @property
+    def bytes_on_disk(self) -> int:
+        """Weights that rest on disk."""
+        return sum(use.offloaded_bytes for use in self.devices if use.device == "disk")
+
+    @property
+    def short_bytes_by_device(self) -> dict[DeviceKey, int]:
+        """Bytes more that keep weights from travelling (on the main device), or from travelling from disk (on "cpu"); only those short."""
+        short = {self.main_device: self.short_bytes}
+        if self.main_device != "cpu":
+            short["cpu"] = self.bytes_on_disk
+        return {device: nbytes for device, nbytes in short.items() if nbytes}
+
     def to_json(self) -> str:
         """The plan as JSON text, for `from_json`."""
-        return json.dumps(asdict(self), indent=2)
+        return json.dumps({"bigmodel_plan": JSON_VERSION} | asdict(self), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote. Raises `PlanError` for text that is no plan."""
+        """The plan that `to_json` wrote.
+
+        Raises `PlanError` for text that is no plan, is one of another version, or contradicts itself.
+        """
         try:
-            fields: dict[str, Any] = json.loads(text)
-            fields["device_map"] = dict(fields["device_map"])
-            fields["devices"] = tuple(DeviceUse(**{**use, "contents": tuple(use["contents"])}) for use in fields["devices"])
-            fields["blocks"], fields["notes"] = tuple(fields["blocks"]), tuple(fields["notes"])
-            fields["advice"] = tuple(Advice(**each) for each in fields["advice"])
-            fields["prediction"] = fields["prediction"] and Prediction(**fields["prediction"])
-            return cls(**fields)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise PlanError(f"This JSON is not a plan written by Plan.to_json ({type(error).__name__}: {error}).") from error
+            return _checked(decode(cls, _fields(parse(text))))
+        except StrictJsonError as error:
+            raise PlanError(f"This text is not a plan that this version of bigmodel wrote with Plan.to_json: {error}.") from error
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draws a stacked bar for each device, by kind, with a line at its budget. Returns the matplotlib axes.
+
+        `ax` are the axes to draw on; new ones without it. Raises `MissingPackageError` where matplotlib is not installed.
+        """
+        return plot(self, ax)
+
+    def _repr_html_(self) -> str:
+        return html(self)
 
     def __str__(self) -> str:
         return render(self)
+
+
+def _fields(found: Any) -> dict[str, Any]:
+    """The fields of a plan, its version checked and taken off."""
+    if not isinstance(found, dict) or "bigmodel_plan" not in found:
+        raise StrictJsonError("it is JSON of something else, or of a version before plans said theirs ('bigmodel_plan' is missing)")
+    version = found.pop("bigmodel_plan")
+    if version != JSON_VERSION:
+        raise StrictJsonError(f"its version is {str(version)[:20]}, this bigmodel reads and writes {JSON_VERSION}; make the plan anew")
+    return found
+
+
+def _checked(plan: Plan) -> Plan:
+    """The plan, if its parts speak of the same devices."""
+    devices = [use.device for use in plan.devices]
+    if len(set(devices)) < len(devices):
+        raise StrictJsonError("a device comes twice in 'devices'")
+    for device in (plan.main_device, *plan.device_map.values()):
+        if device not in devices:
+            raise StrictJsonError(f"device {device!r} is not among 'devices'")
+    return plan

@@ -15,7 +15,7 @@ from ..text import bytes_text
 from .advice import advise
 from .device_maps import clean_device_map
 from .infer import map_entries, refuse_unplaced
-from .items import Inventory, Unit, find_items, join_tied
+from .items import Inventory, Unit, buffer_bytes, find_items, join_tied
 from .memory import measured_budgets, parse_budgets
 from .needs import Needs, Workload, needs_of
 from .plan import DeviceUse, Plan
@@ -152,6 +152,7 @@ def _described(
     resident: dict[DeviceKey, int] = {}
     stored: dict[DeviceKey, int] = {}
     state: dict[DeviceKey, int] = {}
+    buffers: dict[DeviceKey, int] = {}
     staying_bytes = 0
     for unit, place in zip(units, assignment.places, strict=True):
         if place in stores:
@@ -159,6 +160,7 @@ def _described(
             staying_bytes += unit.staying_bytes - unit.state_bytes
         else:
             resident[place] = resident.get(place, 0) + unit.total_bytes - unit.state_bytes
+            buffers[place] = buffers.get(place, 0) + buffer_bytes(unit, inventory)
         if unit.state_bytes:
             runs_on = main if place in stores else place
             state[runs_on] = state.get(runs_on, 0) + unit.state_bytes
@@ -174,6 +176,7 @@ def _described(
             assignment.reserve_bytes if key == main else 0,
             state.get(key, 0),
             needs.workspace_bytes if key in computing else 0,
+            buffers.get(key, 0),
             tuple(name for name, device in device_map.items() if device == key),
         )
         for key in sorted(keys, key=lambda key: (isinstance(key, str), ("mps", "cpu", "disk").index(key) if isinstance(key, str) else key))

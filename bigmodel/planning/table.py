@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -10,61 +13,144 @@ from rich.console import Console
 from rich.table import Table
 
 from ..text import bytes_text, names_text
+from .kinds import COLOURS, HEADINGS, Kind
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from .plan import DeviceUse, Plan
 
-__all__ = ["device_text", "render"]
+__all__ = ["Column", "advice_rows", "columns", "device_text", "reasons", "render", "seconds_text", "title"]
 
 WIDTH = 100
 BAR_WIDTH = 24
+SHOWN_SHARE = 0.01
+"""Of the model, from which on buffers are told apart from weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One figure of each device."""
+
+    heading: str
+    figure: Callable[[DeviceUse], str]
+
+
+def title(plan: Plan) -> str:
+    """One line: the model, its bytes, how it is packed, where it runs and for which run."""
+    packed = f" as {plan.weight_format}" if plan.weight_format else ""
+    sequences = "1 sequence" if plan.batch == 1 else f"{plan.batch} sequences"
+    run = f", {sequences} of {plan.context} tokens" if plan.context is not None else ""
+    return f"{plan.model}: {bytes_text(plan.total_bytes)}{packed}, runs on {device_text(plan.main_device)}{run}"
+
+
+def columns(plan: Plan) -> list[Column]:
+    """What is shown of each device: what it offers, holds and keeps free; kinds that no device has are left out, offloaded ones are not."""
+    by_kind = [use.bytes_by_kind for use in plan.devices]
+    buffers = sum(kinds["buffers"] for kinds in by_kind) >= SHOWN_SHARE * plan.total_bytes
+
+    def column(*kinds: Kind) -> Column:
+        return Column(HEADINGS.get(kinds[0], kinds[0]), lambda use: short_text(sum(use.bytes_by_kind[kind] for kind in kinds)))
+
+    shown = [Column("offers", lambda use: short_text(use.budget_bytes)), column("weights") if buffers else column("weights", "buffers")]
+    for kind in list(COLOURS)[1:]:
+        if (kind == "buffers" and buffers) or kind in ("offloaded", "reserve") or (kind != "buffers" and any(k[kind] for k in by_kind)):
+            shown.append(column(kind))
+    return [*shown, Column("left", lambda use: "" if use.left_bytes is None else bytes_text(use.left_bytes, short=True))]
+
+
+def short_text(nbytes: int | None) -> str:
+    """Bytes in three digits, and a dash for nothing."""
+    return "-" if nbytes == 0 else bytes_text(nbytes, short=True)
 
 
 def render(plan: Plan) -> str:
-    """The plan as text, 100 columns wide."""
+    """The plan as text, at most 100 columns wide."""
+    shown = columns(plan)
+    names = [device_text(use.device) for use in plan.devices]
+    rows = [[column.figure(use) for column in shown] for use in plan.devices]
+    widths = [max(len(column.heading), *(len(row[index]) for row in rows)) for index, column in enumerate(shown)]
+    bar_width = min(BAR_WIDTH, WIDTH - max(map(len, names)) - sum(widths) - 2 * (len(widths) + 1))
     table = Table(
-        title=f"{plan.model}: {bytes_text(plan.total_bytes)}, runs on {device_text(plan.main_device)}",
-        title_justify="left",
-        title_style="",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
+        title=title(plan), title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False
     )
     table.add_column("device", no_wrap=True)
-    for heading in ("offers", "stays", "offloaded", "reserve", "left"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("used", width=BAR_WIDTH, no_wrap=True)
+    for column in shown:
+        table.add_column(column.heading, justify="right", no_wrap=True)
+    if bar_width >= len("used"):
+        table.add_column("used", width=bar_width, no_wrap=True)
     contents = Table.grid(padding=(0, 2, 0, 0))
     contents.add_column(no_wrap=True)
     contents.add_column()
-    for use in plan.devices:
-        table.add_row(
-            device_text(use.device),
-            bytes_text(use.budget_bytes),
-            _figure(use.resident_bytes + use.staying_bytes),
-            _figure(use.offloaded_bytes),
-            _figure(use.reserve_bytes),
-            "" if use.left_bytes is None else bytes_text(use.left_bytes),
-            _bar(use.used_bytes, use.budget_bytes),
-        )
+    for use, name, row in zip(plan.devices, names, rows, strict=True):
+        table.add_row(name, *row, *([_bar(use.used_bytes, use.budget_bytes, bar_width)] if bar_width >= len("used") else []))
         if use.contents:
-            contents.add_row(f" {device_text(use.device)}", names_text(use.contents))
+            contents.add_row(name, names_text(use.contents))
+    lines = [*_printed(table), "", *_printed(contents), ""]
+    for reason in reasons(plan):
+        lines += textwrap.wrap(reason, WIDTH)
+    if plan.advice:
+        lines += ["", "What would help:", *_printed(_advice_table(plan))]
+    return "\n".join(lines)
+
+
+def _printed(table: Table) -> list[str]:
     text = io.StringIO()
-    Console(file=text, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False).print(table, contents, sep="\n")
-    lines = [line.rstrip() for line in text.getvalue().rstrip().splitlines()]
-    return "\n".join([*lines, "", *_reasons(plan)])
+    Console(file=text, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False, markup=False, emoji=False).print(table)
+    return [line.rstrip() for line in text.getvalue().rstrip().splitlines()]
 
 
-def _reasons(plan: Plan) -> list[str]:
+def _advice_table(plan: Plan) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for row in advice_rows(plan):
+        table.add_row("  -", *row)
+    return table
+
+
+def advice_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Each change that would help, and its effect."""
+    return [(advice.change, _effect(plan, advice.moved_bytes, advice.disk_bytes, advice.decode_seconds)) for advice in plan.advice]
+
+
+def _effect(plan: Plan, moved_bytes: int, disk_bytes: int, decode_seconds: float | None) -> str:
+    effect = f"{bytes_text(moved_bytes)} move per step instead of {bytes_text(plan.moved_bytes)}" if moved_bytes else "nothing has to move"
+    if moved_bytes == plan.moved_bytes:
+        effect = f"{bytes_text(disk_bytes)} on disk instead of {bytes_text(plan.bytes_on_disk)}" if disk_bytes else "nothing on disk"
+    return effect if decode_seconds is None else f"{effect}, {seconds_text(decode_seconds)} per step"
+
+
+def reasons(plan: Plan) -> list[str]:
+    """Sentences: what moves, how long that is expected to take, what binds, by how much, and what else there is to know."""
     if not plan.binding:
-        reasons = [f"Everything stays on {_all_compute(plan)}: nothing has to move."]
+        found = [f"Everything stays on {_all_compute(plan)}: nothing has to move."]
     else:
         ring = {2: "while one group computes the next one is copied", 1: "one group at a time"}.get(plan.ring_slots)
         moved = f"{bytes_text(plan.moved_bytes)} move to {device_text(plan.main_device)} in every step"
-        reasons = [
-            f"{moved}{f', {ring}' if ring else ''}.",
-            f"What binds: the {plan.binding}. With {bytes_text(plan.short_bytes)} more there, everything would stay.",
-        ]
-    return [*reasons, *plan.notes]
+        found = [f"{moved}{f', {ring}' if ring else ''}.", _binding(plan)]
+        if on_disk := plan.short_bytes_by_device.get("cpu", 0) if plan.main_device != "cpu" else 0:
+            found.append(f"{bytes_text(on_disk)} rest on disk: cpu is that much short.")
+    if plan.prediction is not None:
+        expected = plan.prediction
+        found.append(
+            f"Expected: {seconds_text(expected.decode_seconds)} per step ({expected.tokens_per_second:.3g} tokens per second), "
+            f"{seconds_text(expected.prefill_seconds)} for the prompt, {seconds_text(expected.load_seconds)} to load; "
+            f"decoding waits for {expected.binds}."
+        )
+    return [*found, *plan.notes]
+
+
+def _binding(plan: Plan) -> str:
+    """What binds, what that memory goes to, and how much more would do."""
+    use = next(use for use in plan.devices if use.device == plan.main_device)
+    taken = ", ".join(f"{bytes_text(nbytes)} {kind}" for kind, nbytes in use.bytes_by_kind.items() if nbytes)
+    given = f" ({bytes_text(use.budget_bytes)}: {taken})" if taken else ""
+    return f"What binds: the {plan.binding}{given}. With {bytes_text(plan.short_bytes)} more there, everything would stay."
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds for people: `"2.5 s"`, `"120 ms"`, `"3.2 min"`."""
+    for unit, name in ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds * 1e6:.3g} µs"
 
 
 def _all_compute(plan: Plan) -> str:
@@ -76,12 +162,8 @@ def device_text(device: int | str) -> str:
     return f"device {device}" if isinstance(device, int) else device
 
 
-def _figure(nbytes: int) -> str:
-    return bytes_text(nbytes) if nbytes else "-"
-
-
-def _bar(used_bytes: int, budget_bytes: int | None) -> str:
+def _bar(used_bytes: int, budget_bytes: int | None, width: int) -> str:
     if not budget_bytes:
         return ""
-    filled = round(BAR_WIDTH * min(1.0, used_bytes / budget_bytes))
-    return "█" * filled + "░" * (BAR_WIDTH - filled)
+    filled = round(width * min(1.0, used_bytes / budget_bytes))
+    return "█" * filled + "░" * (width - filled)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,6 +22,11 @@ TOTAL = 10 * BLOCK + 2 * EMBEDDING + NORM
 
 def use(made: Plan, device: int | str):
     return next(each for each in made.devices if each.device == device)
+
+
+def flowing(made: Plan) -> str:
+    """The table's text without line breaks."""
+    return " ".join(str(made).split())
 
 
 def test_a_model_that_fits_stays_and_keeps_no_reserve():
@@ -54,8 +57,8 @@ def test_figures_of_a_model_that_does_not_fit():
 def test_one_slot_is_said():
     made = plan(Decoder(blocks=30, vocabulary=1), {0: int(1.5 * BLOCK), "cpu": 100 * BLOCK})
     assert (made.ring_slots, use(made, 0).reserve_bytes) == (1, BLOCK)
-    assert "one group at a time" in str(made)
-    assert "take turns" in str(made)
+    assert "one group at a time" in flowing(made)
+    assert "take turns" in flowing(made)
 
 
 def test_the_reserve_counts_the_padding_of_each_tensor():
@@ -156,7 +159,7 @@ def test_buffers_that_dominate_travel_and_the_plan_says_so():
     made = plan(Buffered(), {0: 20_000, "cpu": 10**6})
     assert made.offload_buffers
     assert made.main_device == 0
-    assert "Buffers of offloaded modules travel" in str(made)
+    assert "Buffers of offloaded modules travel" in flowing(made)
     assert use(made, 0).used_bytes <= 20_000
 
 
@@ -179,30 +182,13 @@ def test_an_accelerator_that_is_too_small_is_explained():
     made = plan(Decoder(), {0: 1000, "cpu": 10**6})
     assert made.main_device == "cpu"
     assert made.device_map == {"": "cpu"}
-    assert "no accelerator has room for the largest group to pass through (head, 4.00 KiB; device 0 offers 1000 B)" in str(made)
+    assert "no accelerator has room for the largest group to pass through (head, 4.00 KiB; device 0 offers 1000 B)" in flowing(made)
 
 
 def test_cpu_without_a_budget_is_mentioned():
     made = plan(Decoder(), {"disk": TOTAL})
     assert made.device_map == {"": "disk"}
-    assert "max_memory gives nothing for 'cpu'" in str(made)
-
-
-def test_a_plan_survives_json():
-    made = plan(Decoder(), {0: 8 * BLOCK, "cpu": 5 * BLOCK})
-    assert Plan.from_json(made.to_json()) == made
-    assert json.loads(made.to_json())["moved_bytes"] == made.moved_bytes
-    for text in ("{}", "[]", "no json", json.dumps({**json.loads(made.to_json()), "extra": 1})):
-        with pytest.raises(PlanError, match="not a plan"):
-            Plan.from_json(text)
-
-
-def test_the_table_tells_it_all():
-    text = str(plan(Decoder(), {0: 8 * BLOCK, "cpu": 5 * BLOCK}))
-    assert max(map(len, text.splitlines()[:-2])) <= 100
-    for expected in ("Decoder: 28.12 KiB, runs on device 0", "no limit", "layers.0–", "move to device 0 in every step", "What binds"):
-        assert expected in text
-    assert "nothing has to move" in str(plan(Decoder(), {0: TOTAL}))
+    assert "max_memory gives nothing for 'cpu'" in flowing(made)
 
 
 def test_names_and_bytes_for_people():
@@ -214,6 +200,16 @@ def test_names_and_bytes_for_people():
         "1.50 KiB",
         "3.00 GiB",
         "200.0 GiB",
+        "no limit",
+    ]
+    assert [bytes_text(size, short=True) for size in (0, 999, 1536, 15 << 29, 80 << 30, 200 << 30, 1900 << 30, None)] == [
+        "0 B",
+        "999 B",
+        "1.50 KiB",
+        "7.50 GiB",
+        "80.0 GiB",
+        "200 GiB",
+        "1900 GiB",
         "no limit",
     ]
 
