@@ -38,6 +38,7 @@ format: $(VENV)/.installed
 
 bench: .venv-bench/.installed  ## side by side with accelerate; its own environment, since no peer is a dependency
 	.venv-bench/bin/python benchmarks/main_job.py
+	.venv-bench/bin/python benchmarks/loading.py
 
 docs: $(VENV)/.installed  ## runs every example in README and docs
 	$(BIN)/python -m pytest tests/docs

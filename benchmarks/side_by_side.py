@@ -30,7 +30,8 @@ def run_worker_if_asked() -> None:
         sys.exit()
 
 
-def _run(script: str, name: str, arguments: dict[str, object]) -> dict[str, float]:
+def fresh_process(script: str, name: str, arguments: dict[str, object]) -> dict[str, float]:
+    """What the worker `name` returns when it runs in a process of its own."""
     done = subprocess.run(
         [sys.executable, script, "--worker", name, json.dumps(arguments)], capture_output=True, text=True, check=False, env=os.environ
     )
@@ -54,7 +55,7 @@ def compare(
         for name in names:
             if before_each is not None:
                 before_each()
-            results[name].append(_run(script, name, arguments))
+            results[name].append(fresh_process(script, name, arguments))
     medians = {name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in results.items()}
     print(f"\n### {title}\n")
     print("| | " + " | ".join(names) + " | ratio |")

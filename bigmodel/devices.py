@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import numbers
 import os
 from collections.abc import Iterator
@@ -162,9 +163,9 @@ def available_host_bytes() -> int:
 def private_bytes() -> int:
     """Bytes of RAM that belong to this process alone (pages of mapped files that others could share are not counted)."""
     try:
-        for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-            if line.startswith("Anonymous:"):
-                return int(line.split()[1]) * 1024
+        # Two counters of the kernel. smaps_rollup would walk the page tables, and hold up whoever asks for pages meanwhile.
+        resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+        return (resident - shared) * mmap.PAGESIZE
     except OSError:
         pass
     memory = psutil.Process(os.getpid()).memory_full_info()
