@@ -60,6 +60,7 @@ def find_placing(
             special_dtypes=None if dtype_of is None else _planned_dtypes(model, dtype_of),
             mode=device_map,
             offload_buffers=offload_buffers,
+            advice=False,
         )
     if isinstance(device_map, Plan):
         main = next(use for use in device_map.devices if use.device == device_map.main_device)

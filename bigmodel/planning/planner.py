@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,12 +16,13 @@ from ..text import bytes_text
 from .advice import advise
 from .device_maps import clean_device_map
 from .infer import map_entries, refuse_unplaced
-from .items import Inventory, Unit, buffer_bytes, find_items, join_tied
+from .items import Inventory, Unit, buffer_bytes, join_tied
 from .memory import measured_budgets, parse_budgets
-from .needs import Needs, Workload, needs_of
+from .needs import Needs, Workload
 from .plan import DeviceUse, Plan
 from .request import Request
-from .sizes import DtypeLike, tensor_bytes_rule
+from .shared_work import SharedWork
+from .sizes import DtypeLike
 from .solver import Assignment, assign, ring_bytes
 from .table import device_text
 
@@ -41,6 +43,7 @@ def plan(
     context: int | None = None,
     cache_dtype: DtypeLike | None = None,
     formats: Sequence[WeightFormat] = (),
+    advice: bool = True,
 ) -> Plan:
     """Decides where every weight of `model` (on meta or real) shall live, so that as few bytes as possible travel per step.
 
@@ -57,7 +60,7 @@ def plan(
 
     `weight_format` packs weights on the way. With `context` (tokens per sequence) the plan keeps room for a run of `batch` sequences: the
     KV cache (in `cache_dtype`, by default that of the activations), activations, logits; without it, budgets are for weights alone.
-    `formats` are the packed formats that the advice may propose.
+    `advice` says what would help where something travels, which takes some more plans; `formats` are the packed formats it may propose.
 
     Raises `PlanError` (a ValueError) for a model without tensors, an unknown device or mode, a size that cannot be read, a host budget
     that leaves no room for the largest group to pass through, and a "disk" budget that leaves something without a place.
@@ -73,17 +76,15 @@ def plan(
         offload_buffers,
         Workload(batch, context, cache_dtype),
     )
-    found = _solved(request)
-    return replace(found, advice=advise(request, found, _solved, formats))
+    work = SharedWork()
+    found = _solved(request, work)
+    return replace(found, advice=advise(request, found, partial(_solved, work=work), formats)) if advice else found
 
 
-def _solved(request: Request) -> Plan:
+def _solved(request: Request, work: SharedWork) -> Plan:
     """The plan without advice."""
-    model, budgets, offload_buffers = request.model, request.budgets, request.offload_buffers
-    packed_sizes = None if request.weight_format is None else request.weight_format.packed_sizes(model)
-    rule = tensor_bytes_rule(request.dtype, request.special_dtypes, packed_sizes)
-    inventory = find_items(model, rule, request.no_split_module_classes)
-    needs = needs_of(model, request.workload, request.dtype)
+    budgets, offload_buffers = request.budgets, request.offload_buffers
+    inventory, needs = work.inventory(request), work.needs(request)
     notes = list(needs.notes)
 
     def assigned(units: Sequence[Unit]) -> Assignment:

@@ -16,6 +16,7 @@ from ..text import bytes_text, names_text
 from .kinds import COLOURS, HEADINGS, Kind
 
 if TYPE_CHECKING:
+    from .advice import Advice
     from .plan import DeviceUse, Plan
 
 __all__ = ["Column", "advice_rows", "columns", "device_text", "reasons", "render", "seconds_text", "title"]
@@ -107,14 +108,20 @@ def _advice_table(plan: Plan) -> Table:
 
 def advice_rows(plan: Plan) -> list[tuple[str, str]]:
     """Each change that would help, and its effect."""
-    return [(advice.change, _effect(plan, advice.moved_bytes, advice.disk_bytes, advice.decode_seconds)) for advice in plan.advice]
+    return [(advice.change, _effect(plan, advice)) for advice in plan.advice]
 
 
-def _effect(plan: Plan, moved_bytes: int, disk_bytes: int, decode_seconds: float | None) -> str:
-    effect = f"{bytes_text(moved_bytes)} move per step instead of {bytes_text(plan.moved_bytes)}" if moved_bytes else "nothing has to move"
-    if moved_bytes == plan.moved_bytes:
-        effect = f"{bytes_text(disk_bytes)} on disk instead of {bytes_text(plan.bytes_on_disk)}" if disk_bytes else "nothing on disk"
-    return effect if decode_seconds is None else f"{effect}, {seconds_text(decode_seconds)} per step"
+def _effect(plan: Plan, advice: Advice) -> str:
+    if advice.main_device != plan.main_device:
+        moved = "nothing has to move" if advice.fits else f"{bytes_text(advice.moved_bytes)} move per step"
+        effect = f"runs on {device_text(advice.main_device)}, {moved}"
+    elif advice.fits:
+        effect = "nothing has to move"
+    elif advice.moved_bytes < plan.moved_bytes:
+        effect = f"{bytes_text(advice.moved_bytes)} move per step, not {bytes_text(plan.moved_bytes)}"
+    else:
+        effect = f"{bytes_text(advice.disk_bytes)} on disk" if advice.disk_bytes else "nothing on disk"
+    return effect if advice.token_seconds is None else f"{effect}; {seconds_text(advice.token_seconds)} per token"
 
 
 def reasons(plan: Plan) -> list[str]:

@@ -19,7 +19,7 @@ def made() -> Plan:
     found = plan(Decoder(), {0: 8 * BLOCK, "cpu": 5 * BLOCK}, batch=2)
     return replace(
         found,
-        advice=(Advice("one more card", 100, 20, fits=False, decode_seconds=0.25), Advice("4-bit weights (nf4)", 0, 0, fits=True)),
+        advice=(Advice("one more card", 0, 100, 20, fits=False, token_seconds=0.25), Advice("4-bit weights (nf4)", 0, 0, 0, fits=True)),
         prediction=Prediction(1.0, 2.5, 0.125, "disk → cpu", 2),
         notes=("A note.",),
     )
@@ -30,7 +30,7 @@ def test_a_plan_survives_json(made: Plan) -> None:
     assert again == made
     assert again.device_map == made.device_map
     assert list(again.device_map) == list(made.device_map)
-    assert again.advice[0].decode_seconds == 0.25
+    assert again.advice[0].token_seconds == 0.25
     assert again.prediction is not None
     assert again.prediction.tokens_per_second == 16.0
     assert str(again) == str(made)
@@ -65,7 +65,7 @@ def test_text_of_something_else_is_refused(text: str) -> None:
         ({"device_map": {"embed": None}}, r"device_map\['embed'\] is 'None'"),
         ({"device_map": []}, "device_map is"),
         ({"blocks": ["a", 1]}, r"blocks\[1\] is '1', which is no str"),
-        ({"advice": [{"change": "x"}]}, r"'moved_bytes' in advice\[0\] is missing"),
+        ({"advice": [{"change": "x"}]}, r"'main_device' in advice\[0\] is missing"),
         ({"prediction": {"load_seconds": 1.0}}, "'prefill_seconds' in prediction is missing"),
         ({"context": "8192"}, "context is '8192'"),
     ],

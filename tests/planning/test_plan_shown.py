@@ -30,7 +30,7 @@ def with_run(made: Plan) -> Plan:
         batch=2,
         context=4096,
         weight_format="nf4",
-        advice=(Advice("4-bit weights (nf4)", 0, 0, fits=True), Advice("64.0 GiB more RAM", made.moved_bytes, 0, False, 0.2)),
+        advice=(Advice("4-bit weights (nf4)", 0, 0, 0, fits=True), Advice("64.0 GiB more RAM", 0, made.moved_bytes, 0, False, 0.2)),
         prediction=Prediction(90.0, 2.5, 0.125, "the copies to device 0", 2),
     )
 
@@ -81,7 +81,7 @@ def test_prediction_and_advice_are_said() -> None:
     assert "Expected: 125 ms per step (16 tokens per second), 2.5 s for the prompt, 1.5 min to load; decoding waits for" in flowing
     after = [line.split() for line in text.split("What would help:\n")[1].splitlines()]
     assert after[0] == ["-", "4-bit", "weights", "(nf4)", "nothing", "has", "to", "move"]
-    assert after[1] == ["-", "64.0", "GiB", "more", "RAM", "nothing", "on", "disk,", "200", "ms", "per", "step"]
+    assert after[1] == ["-", "64.0", "GiB", "more", "RAM", "nothing", "on", "disk;", "200", "ms", "per", "token"]
     assert "What would help" not in str(offloading().__class__.__str__(replace(offloading(), advice=())))
 
 
@@ -136,7 +136,7 @@ def test_html_says_what_the_table_says_and_is_self_contained() -> None:
 
 
 def test_html_escapes_every_text() -> None:
-    made = replace(offloading(), model="<script>alert('x')</script>", notes=("a < b & c",), advice=(Advice("<b>", 0, 0, fits=True),))
+    made = replace(offloading(), model="<script>alert('x')</script>", notes=("a < b & c",), advice=(Advice("<b>", 0, 0, 0, fits=True),))
     named = replace(made.devices[0], contents=('layers."<i>"',))
     source = replace(made, devices=(named, *made.devices[1:]))._repr_html_()
     assert "<script>" not in source

@@ -1,0 +1,35 @@
+"""What many requests about one model have in common: walks over its tree and dry runs of its modules, each done once."""
+
+from __future__ import annotations
+
+from .items import Inventory, find_items
+from .needs import Needs, Workload, needs_of
+from .request import Request
+from .sizes import DtypeLike, tensor_bytes_rule
+
+__all__ = ["SharedWork"]
+
+
+class SharedWork:
+    """Inventories and needs of one model, kept for requests that differ in other things."""
+
+    def __init__(self) -> None:
+        self._inventories: dict[tuple[DtypeLike | None, str], Inventory] = {}
+        self._needs: dict[tuple[DtypeLike | None, Workload], Needs] = {}
+
+    def inventory(self, request: Request) -> Inventory:
+        """All tensors of the model in the planned dtypes. Raises `PlanError` for a model without tensors."""
+        format_ = request.weight_format
+        key = (request.dtype, "" if format_ is None else format_.name)
+        if key not in self._inventories:
+            packed_sizes = None if format_ is None else format_.packed_sizes(request.model)
+            rule = tensor_bytes_rule(request.dtype, request.special_dtypes, packed_sizes)
+            self._inventories[key] = find_items(request.model, rule, request.no_split_module_classes)
+        return self._inventories[key]
+
+    def needs(self, request: Request) -> Needs:
+        """What the run needs beside weights."""
+        key = (request.dtype, request.workload)
+        if key not in self._needs:
+            self._needs[key] = needs_of(request.model, request.workload, request.dtype)
+        return self._needs[key]
