@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 __all__ = [
+    "READ_THEIR_CHILDREN",
     "find_blocks",
     "find_tied_parameters",
     "get_non_persistent_buffers",
@@ -17,8 +18,12 @@ __all__ = [
     "owner_of",
     "reads_rows_only",
     "row_tables",
+    "runs_itself",
     "tensor_aliases",
 ]
+
+READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+"""torch modules that use the weights of their children without calling them: they are never cut."""
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -123,6 +128,11 @@ def _are_layers(modules: list[nn.Module]) -> bool:
         return False
     inner = tuple(f"{block}." for block in _repeated_children(modules[layouts.index(layout)], "")[0])
     return any(not name.startswith(inner) for name, _ in layout)
+
+
+def runs_itself(module: nn.Module) -> bool:
+    """Whether the module has a forward; `ModuleList` and `ModuleDict` have none."""
+    return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
 
 
 def reads_rows_only(module: nn.Module) -> bool:

@@ -11,13 +11,10 @@ from torch import nn
 from ..device_map import covering_entry
 from ..devices import DeviceKey, as_device
 from ..errors import DispatchError
-from ..modules import find_blocks, reads_rows_only
+from ..modules import READ_THEIR_CHILDREN, find_blocks, reads_rows_only, runs_itself
 from .group import Owner
 
-__all__ = ["Cut", "Registered", "cut", "distinct_owners", "registered_tensors", "runs_itself"]
-
-_READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-"""torch modules that use the weights of their children without calling them; these weights travel with the parent."""
+__all__ = ["Cut", "Registered", "ancestors", "cut", "distinct_owners", "registered_tensors"]
 
 
 @dataclass(slots=True)
@@ -141,8 +138,16 @@ class Cut:
         # Rows of an embedding are read where they rest: its table would only take up room among what a block brings.
         if inside in self.blocks and inside not in self.preloaded and reads_rows_only(self.model.get_submodule(holder)):
             inside = holder
-        # A module that stands in two places is one unit, under its first name.
-        return self.first_names[id(self.model.get_submodule(inside))]
+        return self.first_name(inside)
+
+    def first_name(self, module: str) -> str:
+        """The first name of a module: one that stands in two places is one unit."""
+        return self.first_names[id(self.model.get_submodule(module))]
+
+    def reads_rows(self, name: str) -> bool:
+        """Whether the module that holds the tensor `name` brings rows of it, and never the whole."""
+        holder = name.rpartition(".")[0]
+        return self.unit(name) == self.first_name(holder) and reads_rows_only(self.model.get_submodule(holder))
 
     def within_unit(self, name: str) -> bool:
         """Whether the module `name` is a unit, or a part of one."""
@@ -183,9 +188,10 @@ def _is_within(name: str, module: str) -> bool:
     return not module or name == module or name.startswith(f"{module}.")
 
 
-def runs_itself(module: nn.Module) -> bool:
-    """Whether the module has a forward; `ModuleList` and `ModuleDict` have none."""
-    return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
+def ancestors(name: str) -> list[str]:
+    """The names of the modules around the module `name`, the root left out."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def _runnable(module: nn.Module, name: str) -> Iterator[str]:
@@ -216,7 +222,7 @@ def cut(
     blocks = find_blocks(model, no_split_module_classes)
     classes = set(preload_module_classes or ())
     preloaded = {name for name, module in model.named_modules() if type(module).__name__ in classes}
-    atoms = {name for name, module in model.named_modules() if isinstance(module, _READ_THEIR_CHILDREN)}
+    atoms = {name for name, module in model.named_modules() if isinstance(module, READ_THEIR_CHILDREN)}
     units = {*blocks, *atoms, *preloaded}
     first_names = {id(module): name for name, module in model.named_modules()}
     result = Cut(model, device_map, main_device, _outermost(units), set(blocks), _outermost(atoms), preloaded, first_names)

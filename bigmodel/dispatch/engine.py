@@ -13,9 +13,10 @@ from torch import nn
 from ..device_map import normalized
 from ..devices import DeviceKey
 from ..errors import DispatchError
-from ..modules import reads_rows_only
+from ..modules import reads_rows_only, runs_itself
 from ..protocols import Store
-from .cut import Cut, Registered, cut, distinct_owners, registered_tensors, runs_itself
+from .bringing import Bringing, Brought, modules_of, name_of
+from .cut import Cut, Registered, ancestors, cut, distinct_owners, registered_tensors
 from .dispatch_hook import DispatchHook
 from .facade import put_on_facade, take_off_facade
 from .group import Group, Owner
@@ -25,7 +26,7 @@ from .offload import Resting, check_rests, make_group, restore, set_tensor
 from .origin import Tally
 from .placeholder import Placeholder
 from .schedule import Schedule
-from .stores import MemoryStore
+from .stores import MemoryStore, ResidentStore
 
 __all__ = ["Dispatched", "dispatch", "dispatched", "undispatch"]
 
@@ -85,10 +86,12 @@ def dispatch(
         no_split_module_classes: class names of blocks; found if not given.
         force_hooks: adds hooks even if nothing has to move.
         prefetch: whether the next group is fetched while one computes.
-        ring_bytes: upper bound of the memory on an execution device that groups pass through; by default two of the largest.
+        ring_bytes: upper bound of the memory on an execution device that groups pass through; by default two of the largest. Where it
+            does not hold two blocks, these travel in parts (`parts.parts_for`).
 
     A model that is dispatched already is dispatched anew. Raises `DispatchError`, with nothing changed, for a parameter that no entry
-    covers, a tensor on meta that rests nowhere, or one whose shape differs from what rests in the store.
+    covers, a tensor on meta that rests nowhere, one whose shape differs from what rests in the store, or a ring that the largest leaf
+    module does not fit into.
     """
     plan = cut(
         model,
@@ -103,9 +106,14 @@ def dispatch(
     tied_params_map: dict[int, Any] = {tensor.data_ptr(): {} for tensor in tied if tensor.device.type != "meta"}
     known = frozenset(store.names()) if store is not None else frozenset()
     decisions = [_decide(plan, tensor, store, known, offload_buffers) for tensor in tensors]
+    bringing = Bringing(plan, ring_bytes)
+    for decision in decisions:
+        for device, places in decision.away.items():
+            bringing.add(device, (name for name, _ in places), decision.passing_bytes(device))
+    bringing.cut()
     _strip(model)
     schedule = Schedule(prefetch=prefetch, ring_bytes=ring_bytes)
-    groups = _offload(plan, decisions, schedule)
+    groups = _offload(bringing, decisions, schedule)
     _lend_first_layers(model, groups)
     state = Dispatched(dict(plan.device_map), main_device, schedule)
     _hook(plan, groups, state, skip_keys=skip_keys, force=force_hooks, tied_params_map=tied_params_map)
@@ -128,6 +136,20 @@ class _Decision:
     key: str
     away: dict[torch.device, list[tuple[str, Owner]]]
     """The places that use it on another device than its home, by device."""
+
+    def passing_bytes(self, device: torch.device) -> int:
+        """Bytes of the ring on `device` that it takes while it is used there."""
+        tensor = self.tensor.tensor
+        if self.home is not None or (device.type == "cpu" and self._is_lent()):
+            return 0
+        return tensor.numel() * tensor.element_size()
+
+    def _is_lent(self) -> bool:
+        """Whether arithmetic on the CPU uses it where it rests."""
+        tensor = self.tensor.tensor
+        if self.store is None or self.kind == "cpu":
+            return not isinstance(tensor, LazyTensor) or tensor.origin.lender() is not None
+        return isinstance(self.store, ResidentStore) and self.store.spec(self.key).dtype == tensor.dtype
 
 
 def _decide(plan: Cut, tensor: Registered, store: Store | None, known: Collection[str], offload_buffers: bool) -> _Decision:
@@ -167,10 +189,10 @@ def _decide(plan: Cut, tensor: Registered, store: Store | None, known: Collectio
     return _Decision(tensor, None, kind, store if key and (on_meta or kind == "disk") else None, key, away)
 
 
-def _offload(plan: Cut, decisions: list[_Decision], schedule: Schedule) -> dict[str, list[Group]]:
-    """Moves what is resident, takes out what is offloaded, and returns the groups that each unit's forward brings."""
+def _offload(bringing: Bringing, decisions: list[_Decision], schedule: Schedule) -> dict[str, list[Group]]:
+    """Moves what is resident, takes out what is offloaded, and returns the groups that each module's forward brings."""
     memory = MemoryStore()
-    members: dict[tuple[frozenset[str], torch.device], list[Resting]] = {}
+    members: dict[Brought, list[Resting]] = {}
     for decision in decisions:
         tensor = decision.tensor
         value = tensor.tensor
@@ -189,21 +211,22 @@ def _offload(plan: Cut, decisions: list[_Decision], schedule: Schedule) -> dict[
         elif isinstance(value, LazyTensor):
             source = None
         for device, places in decision.away.items():
-            units = frozenset(plan.unit(name) for name, _ in places)
-            members.setdefault((units, device), []).append(Resting(tensor.name, distinct_owners(places), value, source, key, modified))
+            by = frozenset(bringing.bringers(device, name) for name, _ in places)
+            members.setdefault((by, device), []).append(Resting(tensor.name, distinct_owners(places), value, source, key, modified))
             # All further groups of the same tensor share the placeholder that the first one makes.
+    beside = bringing.beside(members)
     groups: dict[str, list[Group]] = {}
     made: dict[int, torch.Tensor] = {}
-    for (units, device), tensors in members.items():
+    for (by, device), tensors in members.items():
         shared = [
             Resting(entry.name, entry.owners, made[id(entry.tensor)], None) if id(entry.tensor) in made else entry for entry in tensors
         ]
-        group = make_group(min(units, key=lambda unit: (len(unit), unit)), shared, schedule.pool(device), schedule.tally)
+        group = make_group(name_of(by), shared, schedule.pool(device), schedule.tally, beside=(by, device) in beside)
         for entry, slot in zip(tensors, group.slots, strict=True):
             made[id(entry.tensor)] = slot.resting
         schedule.add(group)
-        for unit in units:
-            groups.setdefault(unit, []).append(group)
+        for module in modules_of(by):
+            groups.setdefault(module, []).append(group)
     return groups
 
 
@@ -286,7 +309,7 @@ def _hook(
             if devices_at[_hooked_above(path, devices_at)] != device or (moves and not plan.within_unit(path)):
                 devices_at.setdefault(name, device)
     # Libraries look for hooks on the modules around the blocks too (the encoder of an encoder-decoder), and call these by themselves.
-    for above in [above for name in devices_at for above in _ancestors(name)]:
+    for above in [above for name in devices_at for above in ancestors(name)]:
         if above not in devices_at and runs_itself(plan.model.get_submodule(above)):
             devices_at[above] = plan.runs(above)
     for name in sorted(devices_at, key=lambda each: (each.count("."), each)):
@@ -319,12 +342,6 @@ def _hook(
     for module in state.hooked:
         hooks = [hook for hook in hooks_of(module) if isinstance(hook, DispatchHook)]
         hooks[-1].watch(module)
-
-
-def _ancestors(name: str) -> list[str]:
-    """The names of the modules around the module `name`, the root left out."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def _hooked_above(name: str, hooked: Collection[str]) -> str:

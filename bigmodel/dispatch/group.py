@@ -153,10 +153,12 @@ class Group:
     Several threads may be in at once: the first one in brings the weights, the last one out puts the resting tensors back.
     """
 
-    def __init__(self, name: str, slots: Iterable[Slot], pool: Pool) -> None:
+    def __init__(self, name: str, slots: Iterable[Slot], pool: Pool, *, beside: bool = False) -> None:
         self.name = name
         self.slots = list(slots)
         self.pool = pool
+        self.beside = beside
+        """Whether it is in use while other groups are: a tie, or what a module around others holds itself."""
         self.counters = Counters()
         self.generation = 0
         """Grows whenever what the bytes on a device should be has changed."""
@@ -169,7 +171,7 @@ class Group:
         for slot in self.slots:
             if isinstance(slot.resting, LazyTensor):
                 slot.resting.origin.group = weakref.ref(self)
-        pool.register(self.nbytes)
+        pool.register(self)
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, {len(self.slots)} tensors, {self.nbytes} bytes, {self.pool.device})"
@@ -187,7 +189,7 @@ class Group:
             )
             for slot in self.slots
         ]
-        made = Group(self.name, slots, deepcopy(self.pool, memo))
+        made = Group(self.name, slots, deepcopy(self.pool, memo), beside=self.beside)
         memo[id(self)] = made
         return made
 
@@ -244,7 +246,7 @@ class Group:
         """A placeholder of this group stands for something else (another dtype, another store) from now on."""
         self.generation += 1
         self._layout = None
-        self.pool.register(self.nbytes)
+        self.pool.register(self)
 
     def written(self, origin: Any, value: torch.Tensor) -> None:
         """The value that rests at `origin` was replaced by `value`."""

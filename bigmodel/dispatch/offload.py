@@ -68,8 +68,11 @@ def placeholder_for(resting: Resting, device: torch.device, tally: Tally) -> tor
     return made
 
 
-def make_group(name: str, tensors: Iterable[Resting], pool: Pool, tally: Tally) -> Group:
-    """Takes the tensors out of their modules and makes the group that brings them to the pool's device for a forward."""
+def make_group(name: str, tensors: Iterable[Resting], pool: Pool, tally: Tally, *, beside: bool = False) -> Group:
+    """Takes the tensors out of their modules and makes the group that brings them to the pool's device for a forward.
+
+    `beside` says that it will be in use while other groups are.
+    """
     slots = []
     for resting in tensors:
         tensor = resting.tensor
@@ -85,7 +88,7 @@ def make_group(name: str, tensors: Iterable[Resting], pool: Pool, tally: Tally) 
             owner.table[owner.attribute] = stand_in
         original = CPU if tensor.device.type == "meta" else tensor.device
         slots.append(Slot(resting.name, list(resting.owners), stand_in, parameter_class, original))
-    return Group(name, slots, pool)
+    return Group(name, slots, pool, beside=beside)
 
 
 def set_tensor(owners: Iterable[Owner], value: torch.Tensor) -> None:

@@ -36,10 +36,12 @@ def _flat(nbytes: int, device: torch.device, *, pinned: bool = False) -> torch.T
 class Buffer:
     """A flat piece of memory on the execution device that holds one group at a time."""
 
-    def __init__(self, nbytes: int, device: torch.device, *, overflow: bool = False) -> None:
+    def __init__(self, nbytes: int, device: torch.device, *, beside: bool = False, overflow: bool = False) -> None:
         self.flat = _flat(nbytes, device)
         self.storage = self.flat.untyped_storage()
         self.nbytes = nbytes
+        self.beside = beside
+        """For groups that are in use while others are: these and the others do not take each other's buffers."""
         self.overflow = overflow
         """Made because all others were in use; freed after its first use."""
         self.generation = -1
@@ -155,6 +157,8 @@ class Pool:
         self.ring_bytes = ring_bytes
         self.largest_bytes = 0
         """Bytes of the largest group that passes through."""
+        self.largest_beside_bytes = 0
+        """Bytes of the largest group that is in use while others are."""
         self.overflows = 0
         self._lock = threading.Lock()
         self._ahead_lock = threading.Lock()
@@ -177,11 +181,14 @@ class Pool:
         """What the buffers may take together."""
         if self.ring_bytes is not None:
             return self.ring_bytes
-        return max(_BUFFERS * self.largest_bytes, 0 if self._on_accelerator else _SMALL_BYTES)
+        return max(_BUFFERS * (self.largest_bytes + self.largest_beside_bytes), 0 if self._on_accelerator else _SMALL_BYTES)
 
-    def register(self, nbytes: int) -> None:
-        """A group of `nbytes` will pass."""
-        self.largest_bytes = max(self.largest_bytes, nbytes)
+    def register(self, group: Group) -> None:
+        """A group will pass, of its present size."""
+        if group.beside:
+            self.largest_beside_bytes = max(self.largest_beside_bytes, group.nbytes)
+        else:
+            self.largest_bytes = max(self.largest_bytes, group.nbytes)
 
     # --- Taking and giving back ---
 
@@ -199,7 +206,7 @@ class Pool:
             if buffer.generation == group.generation and buffer.nbytes >= group.nbytes:
                 return buffer, True
             self._give_back(buffer, pending)
-        buffer = self._acquire(group.nbytes, ahead=False)
+        buffer = self._acquire(group, ahead=False)
         assert buffer is not None
         reading: Future[None] | None = None
         try:
@@ -223,7 +230,7 @@ class Pool:
                 if known is not None and (known[1] is not None or known[0].generation == group.generation):
                     self._idle[group] = self._idle.pop(group)  # to be given up last
                     return True
-            buffer = self._acquire(group.nbytes, ahead=True)
+            buffer = self._acquire(group, ahead=True)
             if buffer is None:
                 return False
             with self._lock:
@@ -281,34 +288,50 @@ class Pool:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pool:
         made = Pool(self.device, self.ring_bytes)
-        made.largest_bytes = self.largest_bytes
+        made.largest_bytes, made.largest_beside_bytes = self.largest_bytes, self.largest_beside_bytes
         memo[id(self)] = made
         return made
 
     # --- Inside ---
 
-    def _acquire(self, nbytes: int, *, ahead: bool) -> Buffer | None:
-        """A buffer of at least `nbytes` that nobody uses.
+    def _acquire(self, group: Group, *, ahead: bool) -> Buffer | None:
+        """A buffer for `group` that nobody uses.
 
         With `ahead` None, rather than one whose content was fetched ahead, or memory beyond the ring.
         """
-        with self._lock:
-            fits = [buffer for buffer in self._empty if buffer.nbytes >= nbytes]
-            if fits:
-                buffer = min(fits, key=lambda candidate: candidate.nbytes)
-                self._empty.remove(buffer)
+        while True:
+            with self._lock:
+                buffer, unwanted = self._find(group, ahead=ahead)
+            if unwanted is None:
                 return buffer
-            try:
-                return self._allocate_or_reuse(nbytes, ahead=ahead)
-            except torch.OutOfMemoryError:
-                if ahead:
-                    return None
-                # Something else has taken the device's memory: what is kept for later goes first.
-                for group, _ in self._unused(ahead=False):
-                    del self._idle[group]
-                self._empty.clear()
-                self._buffers = []
-                return self._allocate(nbytes, overflow=True)
+            wait([unwanted])  # what is read for a group that did not come after all: its memory is free in a moment
+
+    def _find(self, group: Group, *, ahead: bool) -> tuple[Buffer | None, Future[None] | None]:
+        """A buffer for `group`, or a read under way to wait for before memory beyond the ring is taken."""
+        nbytes, beside = group.nbytes, group.beside
+        fits = [buffer for buffer in self._empty if buffer.nbytes >= nbytes and buffer.beside == beside]
+        if fits:
+            buffer = min(fits, key=lambda candidate: candidate.nbytes)
+            self._empty.remove(buffer)
+            return buffer, None
+        try:
+            found = self._allocate_or_reuse(nbytes, beside, ahead=ahead)
+            if found is not None or ahead:
+                return found, None
+            unwanted = next((pending for _, pending in self._idle.values() if pending is not None and not pending.done()), None)
+            if unwanted is not None:
+                return None, unwanted
+            self.overflows += 1
+            return self._allocate(nbytes, beside, overflow=True), None
+        except torch.OutOfMemoryError:
+            if ahead:
+                return None, None
+            # Something else has taken the device's memory: what is kept for later goes first.
+            for unused, _ in self._unused(ahead=False):
+                del self._idle[unused]
+            self._empty.clear()
+            self._buffers = []
+            return self._allocate(nbytes, beside, overflow=True), None
 
     def _unused(self, *, ahead: bool) -> list[tuple[Group, Buffer]]:
         """What lies in buffers without being used or written, what may go first first."""
@@ -318,13 +341,15 @@ class Pool:
             left += [(group, buffer) for group, (buffer, pending) in self._idle.items() if pending is not None and pending.done()]
         return left
 
-    def _allocate_or_reuse(self, nbytes: int, *, ahead: bool) -> Buffer | None:
+    def _allocate_or_reuse(self, nbytes: int, beside: bool, *, ahead: bool) -> Buffer | None:
+        # Many small buffers would have to go whenever a large group comes.
         most = max(_BUFFERS, self.limit_bytes // max(self.largest_bytes, 1))
-        if self.limit_bytes - self.nbytes >= nbytes and len(self._buffers) < most:
-            return self._allocate(nbytes)
+        count = sum(not buffer.beside for buffer in self._buffers)
+        if self.limit_bytes - self.nbytes >= nbytes and (beside or count < most):
+            return self._allocate(nbytes, beside)
         left = self._unused(ahead=ahead)
         for group, buffer in left:
-            if buffer.nbytes >= nbytes:
+            if buffer.nbytes >= nbytes and buffer.beside == beside:
                 del self._idle[group]
                 return buffer
         # None is large enough: small ones make room.
@@ -336,14 +361,11 @@ class Pool:
                 del self._idle[group]
             self._buffers.remove(small)
             if self.limit_bytes - self.nbytes >= nbytes:
-                return self._allocate(nbytes)
-        if ahead:
-            return None
-        self.overflows += 1
-        return self._allocate(nbytes, overflow=True)
+                return self._allocate(nbytes, beside)
+        return None
 
-    def _allocate(self, nbytes: int, *, overflow: bool = False) -> Buffer:
-        buffer = Buffer(nbytes, self.device, overflow=overflow)
+    def _allocate(self, nbytes: int, beside: bool, *, overflow: bool = False) -> Buffer:
+        buffer = Buffer(nbytes, self.device, beside=beside, overflow=overflow)
         self.mark_used(buffer)  # the allocator may give memory that work already queued on this stream still uses
         if not overflow:
             self._buffers.append(buffer)

@@ -93,11 +93,14 @@ class Schedule:
 
     def _step(self, group: Group) -> None:
         last: tuple[Group | None, Group] | None = getattr(self._trail, "last", None)
-        if last is not None and self._after.get(last) is not group:
-            self.relearned += last in self._after
-            self._after[last] = group
-            self._after[(None, last[1])] = group
-        self._trail.last = here = (None if last is None else last[1], group)
+        if last is not None and last[1] is group:
+            here = last  # another of the modules that use the group, or the same once more: what comes after it stays the same
+        else:
+            if last is not None and self._after.get(last) is not group:
+                self.relearned += last in self._after
+                self._after[last] = group
+                self._after[(None, last[1])] = group
+            self._trail.last = here = (None if last is None else last[1], group)
         for _ in range(_LOOK_AHEAD):
             following = self._after.get(here) or self._after.get((None, here[1]))
             if following is None or following is group:
@@ -105,6 +108,8 @@ class Schedule:
             here = (here[1], following)
             pool = following.pool
             if pool.device.type == "cpu" and following.nbytes < _AHEAD_BYTES:
-                return
+                if not following.beside:
+                    return
+                continue
             if not pool.fetch_ahead(following):
                 return

@@ -148,7 +148,7 @@ def placement(model: nn.Module) -> Placement:
             resident.setdefault(key, []).append(tensor.tensor.numel() * tensor.tensor.element_size())
     rows += [PlacementRow(name, device, device, len(sizes), sum(sizes)) for (name, device), sizes in resident.items()]
     order = {name: index for index, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    rows.sort(key=lambda row: order.get(row.name, len(order)))
+    rows.sort(key=lambda row: order.get(row.name.partition(" … ")[0], len(order)))
     state = dispatched(model)
     if state is None:
         return Placement(rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 
 import bigmodel.dispatch.schedule as schedule
 from bigmodel.dispatch import LazyTensor, dispatch, undispatch
+from bigmodel.errors import DispatchError
 
 WIDTH = 6
 
@@ -94,6 +96,18 @@ def random_map(choice: random.Random, model: RandomModel, places: list[Any]) -> 
     return device_map
 
 
+def smallest_ring_bytes(model: RandomModel, device_map: dict[str, Any], arguments: dict[str, Any]) -> int:
+    """The ring that the error for one that is too small asks for; 0 where nothing passes through. One byte less is refused as well."""
+    try:
+        dispatch(copy.deepcopy(model), device_map, ring_bytes=0, **arguments)
+    except DispatchError as error:
+        smallest = int(re.search(r"give at least (\d+) bytes", str(error)).group(1))
+        with pytest.raises(DispatchError, match="too small"):
+            dispatch(model, device_map, ring_bytes=smallest - 1, **arguments)
+        return smallest
+    return 0
+
+
 def one_case(seed: int, folder: Path, devices: list[torch.device]) -> None:
     choice = random.Random(seed)
     torch.manual_seed(seed)
@@ -106,17 +120,15 @@ def one_case(seed: int, folder: Path, devices: list[torch.device]) -> None:
     main = devices[0] if devices else torch.device("cpu")
     for _ in range(choice.randint(1, 2)):
         device_map = random_map(choice, model, ["cpu", "disk", *range(len(devices))])
-        ring_bytes = choice.choice([None, None, 64, 500, 2000, 100_000])
-        offload_buffers = choice.random() < 0.5
-        dispatch(
-            model,
-            device_map,
-            main_device=main,
-            store=store,
-            ring_bytes=ring_bytes,
-            offload_buffers=offload_buffers,
-            no_split_module_classes="RandomBlock",
-        )
+        arguments = {
+            "main_device": main,
+            "store": store,
+            "offload_buffers": choice.random() < 0.5,
+            "no_split_module_classes": "RandomBlock",
+        }
+        smallest = smallest_ring_bytes(model, device_map, arguments)
+        ring_bytes = choice.choice([None, smallest, smallest + choice.randrange(600), 2 * smallest, 100_000])
+        dispatch(model, device_map, ring_bytes=ring_bytes, **arguments)
         context = f"seed {seed}, map {device_map}, ring {ring_bytes}"
         if choice.random() < 0.2:
             model = copy.deepcopy(model)
