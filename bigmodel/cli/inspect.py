@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,7 +17,7 @@ __all__ = ["inspect"]
 
 
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="A file, a folder, or an *.index.json.")],
+    checkpoint: Annotated[str, typer.Argument(help="A file, folder or *.index.json, a repository on the hub (owner/name), or a URL.")],
     depth: Annotated[int, typer.Option(help="How many levels of module names to show.", min=1)] = 2,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ..errors import CheckpointError, CheckpointNotFoundError
+from ..errors import CheckpointError
+from .choose import format_of
 from .entry import Entry, FileIdentity
-from .formats import FORMATS, Format, Header
+from .formats import Format, Header
+from .local import local_parts
+from .location import CheckpointFile, HubRepository, RemoteFile, located
+from .parts import Parts
+from .remote import read_header, repository_parts, url_parts
 
 __all__ = ["Checkpoint", "Entry", "FileIdentity"]
 
-SHARD_NUMBER: Final = re.compile(r"-(\d+)-of-(\d+)$")
-MAX_INDEX_BYTES: Final = 1 << 28
-HEADER_READERS: Final = 8
-"""Headers read at once: small requests, of which network disks serve many at a time."""
+HEADER_READERS: Final = 16
+"""Headers read at once: small requests, of which network disks and web servers serve many at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,48 +29,41 @@ class Checkpoint:
     """All tensors of a checkpoint and where their bytes are."""
 
     entries: Mapping[str, Entry]
-    location: Path
-    """The file or folder that was asked for."""
+    location: Path | str
+    """The file or folder that was asked for; for a remote one its URL (`hf://owner/name@commit` on the hub)."""
     format: str
     """`"safetensors"` or `"torch"`."""
-    files: tuple[Path, ...]
+    files: tuple[CheckpointFile, ...]
     metadata: Mapping[str, str]
     """Of all files together; the first file's word counts where they differ."""
-    identities: Mapping[Path, FileIdentity]
+    identities: Mapping[CheckpointFile, FileIdentity]
     """The files as they were when their headers were read."""
 
     @classmethod
-    def open(cls, where: str | Path) -> Checkpoint:
-        """Reads the headers of the checkpoint at `where`: a file, an index (`*.index.json`), or a folder.
+    def open(cls, where: str | os.PathLike[str]) -> Checkpoint:
+        """Reads the headers of the checkpoint at `where`: a file, an index (`*.index.json`), a folder, a repository on the hub, or a URL.
 
         In a folder safetensors wins over torch's formats, an index over its shards wins over single files, the usual file names win over
-        others, and shards without an index are taken together. Raises `CheckpointNotFoundError`, or `CheckpointError` for damaged files,
-        an index that does not fit its files, and folders in which several checkpoints could be meant (it lists them).
+        others, and shards without an index are taken together.
+
+        A string that names something on this machine is local, and so is every `Path`. `owner/name` (or `owner/name@revision`,
+        `hf://owner/name@revision/folder`) is a repository on the hub: files in the hub's cache are used, of the others only the headers are
+        fetched. http(s) URLs, and those of any scheme that fsspec knows, name a file, an index, or a folder. Endpoint, token, cache and
+        offline mode are huggingface_hub's (`HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME`, `HF_HUB_OFFLINE`). Remote checkpoints have to be
+        safetensors.
+
+        Raises `CheckpointNotFoundError`, or `CheckpointError` for damaged files, an index that does not fit its files, folders in which
+        several checkpoints could be meant (it lists them), and servers that cannot be reached.
         """
-        location = Path(where)
-        if location.is_dir():
-            chosen = _choose(location)
-        elif location.is_file():
-            chosen = location
-        elif location.is_symlink():
-            raise CheckpointNotFoundError(_dangling(location))
-        else:
-            raise CheckpointNotFoundError(
-                f"{location}: there is no such file or folder. (The name of a repository on the hub has to be downloaded first, "
-                "for example by huggingface_hub.snapshot_download.)"
-            )
-        if isinstance(chosen, Path) and chosen.suffix == ".json":
-            weight_map = _read_index(chosen)
-            files = sorted(set(weight_map.values()))
-        else:
-            weight_map = {}
-            files = [chosen] if isinstance(chosen, Path) else list(chosen)
-        format_ = _format_of(files, location)
-        identities = {file: FileIdentity.of(file) for file in files}
-        headers = _read_headers(format_, files)
-        entries = _joined(files, headers, weight_map, location)
+        parts = _parts(located(where))
+        format_ = format_of([file.name for file in parts.files], str(parts.location))
+        local: dict[CheckpointFile, FileIdentity] = {
+            file: FileIdentity.of(file) for file in parts.files if not isinstance(file, RemoteFile)
+        }
+        headers, remote = _read_headers(format_, parts)
+        entries = _joined(parts.files, headers, parts.weight_map, parts.location)
         metadata = dict(item for header in reversed(headers) for item in header.metadata.items())
-        checkpoint = cls(entries, location, format_.name, tuple(files), metadata, identities)
+        checkpoint = cls(entries, parts.location, format_.name, parts.files, metadata, local | remote)
         checkpoint.check_unchanged()
         return checkpoint
 
@@ -79,136 +73,40 @@ class Checkpoint:
         return sum(entry.numel * entry.dtype.itemsize for entry in self.entries.values())
 
     def check_unchanged(self) -> None:
-        """Raises `CheckpointError` when a file is no longer the one whose header was read, naming it."""
+        """Raises `CheckpointError` when a file on this machine is no longer the one whose header was read, naming it.
+
+        A remote file is checked whenever something of it is read.
+        """
         for file, identity in self.identities.items():
-            identity.check(FileIdentity.of(file), file)
+            if not isinstance(file, RemoteFile):
+                identity.check(FileIdentity.of(file), file)
 
 
-def _format_of(files: Sequence[Path], location: Path) -> Format:
-    if not files:
-        raise CheckpointError(f"{location}: the index names no files.")
-    found = []
-    for file in files:
-        format_ = next((format_ for format_ in FORMATS if file.name.lower().endswith(format_.suffixes)), None)
-        if format_ is None:
-            known = ", ".join(suffix for format_ in FORMATS for suffix in format_.suffixes)
-            raise CheckpointError(f"{file}: not the name of a checkpoint file (known endings: {known}, and .index.json).")
-        found.append(format_)
-    if len(set(found)) > 1:
-        raise CheckpointError(f"{location}: files of several formats belong to one checkpoint: {', '.join(file.name for file in files)}.")
-    return found[0]
+def _parts(place: Path | RemoteFile | HubRepository) -> Parts:
+    if isinstance(place, HubRepository):
+        return repository_parts(place)
+    return url_parts(place) if isinstance(place, RemoteFile) else local_parts(place)
 
 
-def _choose(folder: Path) -> Path | list[Path]:
-    """The index, the file, or the shards that the folder holds. Raises `CheckpointError` when none or several could be meant."""
-    names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    indexes = [name for name in names if name.endswith(".index.json")]
-    for format_ in FORMATS:
-        own = [name for name in indexes if name.removesuffix(".index.json").endswith(format_.suffixes)]
-        if (index := _pick(own, format_, ".index.json", folder)) is not None:
-            return folder / index
-        files = [name for name in names if name.lower().endswith(format_.suffixes)]
-        families: dict[str, list[str]] = {}
-        for name in files:
-            families.setdefault(SHARD_NUMBER.sub("", Path(name).stem) + Path(name).suffix, []).append(name)
-        # A name that only other formats' users write for a whole model (optimizer.pt) must not be taken when an index is there.
-        if len(families) > 1 and len(indexes) == 1 and _pick(_usual(list(families), format_), format_, "", folder) is None:
-            return folder / indexes[0]
-        if (family := _pick(list(families), format_, "", folder)) is not None:
-            return _shards(folder, families[family])
-    if len(indexes) > 1:
-        raise CheckpointError(f"{folder} contains more than one `.index.json` file, delete the irrelevant ones: {', '.join(indexes)}.")
-    if indexes:
-        return folder / indexes[0]
-    _refuse_dangling(folder)
-    raise CheckpointNotFoundError(
-        f"{folder} is not a folder containing a `.index.json` file or a checkpoint "
-        f"({', '.join(suffix for format_ in FORMATS for suffix in format_.suffixes)}); it holds: {', '.join(names[:20]) or 'no files'}."
-    )
+def _read_headers(format_: Format, parts: Parts) -> tuple[list[Header], dict[CheckpointFile, FileIdentity]]:
+    """The headers in the order of the files, and what the remote files were when they were read."""
+    remote: dict[CheckpointFile, FileIdentity] = {}
+
+    def read(file: CheckpointFile) -> Header:
+        if not isinstance(file, RemoteFile):
+            return format_.read_header(file)
+        header, remote[file] = read_header(format_, file, parts.identities.get(file))
+        return header
+
+    if len(parts.files) == 1:
+        return [read(parts.files[0])], remote
+    with ThreadPoolExecutor(min(HEADER_READERS, len(parts.files))) as pool:
+        return list(pool.map(read, parts.files)), remote
 
 
-def _refuse_dangling(folder: Path) -> None:
-    """Raises `CheckpointNotFoundError` where a link in place of a file of a checkpoint points to nothing."""
-    endings = (".index.json", *(suffix for format_ in FORMATS for suffix in format_.suffixes))
-    for path in sorted(folder.iterdir()):
-        if path.name.lower().endswith(endings) and path.is_symlink() and not path.exists():
-            raise CheckpointNotFoundError(_dangling(path))
-
-
-def _dangling(link: Path) -> str:
-    return (
-        f"{link}: the link points to nothing: {os.readlink(link)} is not there, as when a file has been evicted from the hub's cache. "
-        "Download the file again."
-    )
-
-
-def _usual(names: Sequence[str], format_: Format) -> list[str]:
-    usual = [stem + suffix for stem in format_.usual_names for suffix in format_.suffixes]
-    return [name for name in usual if name in names]
-
-
-def _pick(names: Sequence[str], format_: Format, ending: str, folder: Path) -> str | None:
-    """The only name, or the most usual one, or None where there is none; several unusual ones are an error."""
-    if len(names) <= 1:
-        return names[0] if names else None
-    usual = _usual([name.removesuffix(ending) for name in names], format_)
-    if usual:
-        return usual[0] + ending
-    if ending:
-        raise CheckpointError(f"{folder} contains more than one `.index.json` file, delete the irrelevant ones: {', '.join(names)}.")
-    raise CheckpointError(f"{folder} holds several checkpoints: {', '.join(names)}. Name the file that is meant.")
-
-
-def _shards(folder: Path, names: list[str]) -> Path | list[Path]:
-    """The files of one family: a single file beside shards of the same name is ambiguous, and no shard may be missing."""
-    numbered = {name: match for name in names if (match := SHARD_NUMBER.search(Path(name).stem))}
-    if not numbered:
-        return folder / names[0]
-    if len(numbered) < len(names):
-        raise CheckpointError(f"{folder} holds a single file and shards without an index: {', '.join(names)}. Name the file that is meant.")
-    totals = {int(match[2]) for match in numbered.values()}
-    if len(totals) > 1:
-        raise CheckpointError(f"{folder} holds shards of several checkpoints without an index: {', '.join(names)}. Name the files' index.")
-    missing = set(range(1, totals.pop() + 1)) - {int(match[1]) for match in numbered.values()}
-    # Some writers count from 0.
-    if missing and not (len(missing) == 1 and any(int(match[1]) == 0 for match in numbered.values())):
-        _refuse_dangling(folder)
-        raise CheckpointNotFoundError(f"{folder}: shards {sorted(missing)[:20]} are missing beside {', '.join(names[:20])}.")
-    return [folder / name for name in names]
-
-
-def _read_index(file: Path) -> dict[str, Path]:
-    """Tensor name → file, from `{"weight_map": {…}}` or the bare map. File names stay inside the index's folder."""
-    try:
-        if file.stat().st_size > MAX_INDEX_BYTES:
-            raise CheckpointError(f"{file}: an index of {file.stat().st_size} bytes is no index.")
-        index = json.loads(file.read_text(encoding="utf-8"))
-    except (RecursionError, ValueError, OSError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{file}: not a readable index ({type(error).__name__}: {str(error)[:200]}).") from error
-    weight_map = index.get("weight_map", index) if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{file}: not an index of a checkpoint: it should hold 'weight_map', tensor name → file name.")
-    for name in set(weight_map.values()):
-        path = Path(name)
-        if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or not name:
-            raise CheckpointError(f"{file}: names the file {name!r} outside its folder.")
-        if (file.parent / path).is_symlink() and not (file.parent / path).exists():
-            raise CheckpointNotFoundError(f"{file}: names the file {name!r}. {_dangling(file.parent / path)}")
-        if not (file.parent / path).is_file():
-            raise CheckpointNotFoundError(f"{file}: names the file {name!r}, which is not there. Get it again, or delete the index.")
-    return {name: file.parent / path for name, path in weight_map.items()}
-
-
-def _read_headers(format_: Format, files: Sequence[Path]) -> list[Header]:
-    if len(files) == 1:
-        return [format_.read_header(files[0])]
-    with ThreadPoolExecutor(min(HEADER_READERS, len(files))) as pool:
-        return list(pool.map(format_.read_header, files))
-
-
-def _joined(files: Sequence[Path], headers: Sequence[Header], weight_map: Mapping[str, Path], location: Path) -> dict[str, Entry]:
+def _joined(
+    files: Sequence[CheckpointFile], headers: Sequence[Header], weight_map: Mapping[str, CheckpointFile], location: Path | str
+) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for file, header in zip(files, headers, strict=True):
         for entry in header.entries:

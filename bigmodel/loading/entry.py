@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError, CheckpointNotFoundError
+from .location import CheckpointFile
 
 __all__ = ["Entry", "FileIdentity", "contiguous_strides", "span_elements"]
 
@@ -36,6 +37,8 @@ class FileIdentity:
     size_bytes: int
     modified_ns: int
     inode: int
+    etag: str = ""
+    """What a server calls this state of the file; empty where it does not, and for local files."""
 
     @classmethod
     def of(cls, file: Path | int) -> FileIdentity:
@@ -46,7 +49,7 @@ class FileIdentity:
             raise CheckpointNotFoundError(f"{file}: there is no such file.") from error
         return cls(found.st_size, found.st_mtime_ns, found.st_ino)
 
-    def check(self, now: FileIdentity, file: Path) -> None:
+    def check(self, now: FileIdentity, file: CheckpointFile) -> None:
         """Raises `CheckpointError` when `now` differs, naming the file and what differs."""
         if self == now:
             return
@@ -54,6 +57,8 @@ class FileIdentity:
             change = f"it had {self.size_bytes} bytes and has {now.size_bytes} now"
         elif self.inode != now.inode:
             change = "another file has taken its place"
+        elif self.etag != now.etag:
+            change = f"its ETag was {self.etag} and is {now.etag}"
         else:
             change = "it was written to"
         raise CheckpointError(f"{file}: the file has changed since it was opened ({change}). Load the model again.")
@@ -64,7 +69,7 @@ class Entry:
     """One tensor in a checkpoint."""
 
     name: str
-    file: Path
+    file: CheckpointFile
     offset: int
     """Bytes from the start of the file to the first element."""
     nbytes: int

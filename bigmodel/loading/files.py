@@ -6,17 +6,17 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from ..errors import CheckpointError, CheckpointNotFoundError
 from .entry import FileIdentity
+from .location import CheckpointFile, RemoteFile
 
 __all__ = ["OpenFiles", "read_scattered"]
 
 _position = threading.Lock()
 
 
-def read_scattered(descriptor: int, buffers: Sequence[memoryview], offset: int, file: Path) -> None:
+def read_scattered(descriptor: int, buffers: Sequence[memoryview], offset: int, file: CheckpointFile) -> None:
     """Fills `buffers` one after the other from `offset` on, with the interpreter free meanwhile.
 
     Raises `CheckpointError` at the file's end.
@@ -44,7 +44,7 @@ def _read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
     return len(data)
 
 
-def _close(descriptors: dict[Path, int]) -> None:
+def _close(descriptors: dict[CheckpointFile, int]) -> None:
     while descriptors:
         os.close(descriptors.popitem()[1])
 
@@ -52,13 +52,13 @@ def _close(descriptors: dict[Path, int]) -> None:
 class OpenFiles:
     """Descriptors by path, opened when first needed, shared by everything that reads from them, closed with the last of these."""
 
-    def __init__(self, identities: Mapping[Path, FileIdentity] | None = None) -> None:
+    def __init__(self, identities: Mapping[CheckpointFile, FileIdentity] | None = None) -> None:
         self._identities = dict(identities or {})
-        self._descriptors: dict[Path, int] = {}
+        self._descriptors: dict[CheckpointFile, int] = {}
         self._lock = threading.Lock()
         self._finalizer = weakref.finalize(self, _close, self._descriptors)
 
-    def checked(self, files: Iterable[Path]) -> dict[Path, int]:
+    def checked(self, files: Iterable[CheckpointFile]) -> dict[CheckpointFile, int]:
         """Descriptors of `files`. Raises `CheckpointError` when one is not what it was when the checkpoint was opened."""
         found = {}
         for file in files:
@@ -70,9 +70,10 @@ class OpenFiles:
             found[file] = descriptor
         return found
 
-    def _open(self, file: Path) -> int:
+    def _open(self, file: CheckpointFile) -> int:
         with self._lock:
             if file not in self._descriptors:
+                assert not isinstance(file, RemoteFile), file
                 try:
                     self._descriptors[file] = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
                 except FileNotFoundError as error:
@@ -86,10 +87,10 @@ class OpenFiles:
         with self._lock:
             _close(self._descriptors)
 
-    def __getstate__(self) -> dict[Path, FileIdentity]:
+    def __getstate__(self) -> dict[CheckpointFile, FileIdentity]:
         return self._identities
 
-    def __setstate__(self, state: dict[Path, FileIdentity]) -> None:
+    def __setstate__(self, state: dict[CheckpointFile, FileIdentity]) -> None:
         self.__init__(state)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, object]) -> OpenFiles:

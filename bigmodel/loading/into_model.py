@@ -25,6 +25,7 @@ from .dtypes import dtype_rule
 from .folder_owner import OWNER_NAME, check_owner, write_owner
 from .host_memory import empty_host_tensor
 from .keys import KeyRules
+from .location import RemoteFile
 from .match import DtypeOf, Match, match
 from .materialize import materialize, placements
 from .offload_folder import load_offloaded_weight
@@ -120,7 +121,7 @@ def load_checkpoint_in_model(
     if offload_folder is None:
         raise PlanError("At least one of the model submodule will be offloaded to disk, please pass along an `offload_folder`.")
     opened = Checkpoint.open(checkpoint)
-    source = str(opened.location.resolve())
+    source = opened.location if isinstance(opened.location, str) else str(opened.location.resolve())
     check_owner(offload_folder, model, source)
     found = match(model, opened, dtype_of=dtype_rule(dtype, keep_in_fp32_modules))
     found.check(strict=strict)
@@ -141,7 +142,7 @@ def _offload_index(found: Match, keys: Mapping[str, DeviceKey]) -> dict[str, dic
         (entry,) = transfer.entries()
         kind = "safetensors_file" if entry.file.suffix == ".safetensors" else "torch_file"
         index[name] = {
-            kind: str(entry.file.resolve()),
+            kind: entry.file.url if isinstance(entry.file, RemoteFile) else str(entry.file.resolve()),
             "weight_name": entry.name,
             "dtype": str(transfer.dtype).removeprefix("torch."),
             "shape": list(transfer.shape),

@@ -6,7 +6,6 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -18,6 +17,7 @@ from ..protocols import TensorSpec
 from .checkpoint import Checkpoint
 from .entry import Entry, FileIdentity
 from .keys import KeyRules, SameNames, Source, Whole
+from .location import CheckpointFile
 from .transfer import Computation, Transfer, lower
 
 __all__ = ["DtypeOf", "Match", "match"]
@@ -56,7 +56,7 @@ class Match:
     location: str
     available: tuple[str, ...]
     """Names of all entries, for suggestions."""
-    identities: Mapping[Path, FileIdentity]
+    identities: Mapping[CheckpointFile, FileIdentity]
     """The checkpoint's files as they were when it was opened."""
 
     def check(self, *, strict: bool = False, allow_empty_buffers: bool = False) -> None:

@@ -168,7 +168,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         )
         self.all_keys = [*self.state_dict, *(key for key in self.index if key not in self.state_dict)]
         self.device = device
-        self._checkpoints: dict[Path, tuple[Checkpoint, Reader]] = {}
+        self._checkpoints: dict[Path | str, tuple[Checkpoint, Reader]] = {}
         self._lock = threading.Lock()
 
     def __getitem__(self, key: str) -> torch.Tensor:
@@ -180,9 +180,11 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             if self.save_folder is None:
                 raise CheckpointError(f"{key!r} rests in a raw file, but no `save_folder` was given.")
             return load_offloaded_weight(_data_file(self.save_folder, key), info)
-        return self._from_checkpoint(Path(self.save_folder or "", file), info.get("weight_name", key), info.get("dtype"))
+        return self._from_checkpoint(
+            file if "://" in file else Path(self.save_folder or "", file), info.get("weight_name", key), info.get("dtype")
+        )
 
-    def _from_checkpoint(self, file: Path, name: str, dtype: str | None) -> torch.Tensor:
+    def _from_checkpoint(self, file: Path | str, name: str, dtype: str | None) -> torch.Tensor:
         with self._lock:
             if file not in self._checkpoints:
                 checkpoint = Checkpoint.open(file)

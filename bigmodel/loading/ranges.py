@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from .entry import Entry, contiguous_strides
+from .location import CheckpointFile, RemoteFile
 from .transfer import Computation, Piece, Transfer
 
 __all__ = ["Batch", "Range", "ReadPlan", "plan_reads"]
@@ -36,7 +36,7 @@ _Dims = list[tuple[int, int, int]]
 class Range:
     """Bytes of a file that are neighbours there, and the elements of a destination that they become."""
 
-    file: Path
+    file: CheckpointFile
     offset: int
     nbytes: int
     job: int
@@ -64,7 +64,7 @@ class Range:
 class Batch:
     """Ranges that one scattered read brings, in file order, without overlaps."""
 
-    file: Path
+    file: CheckpointFile
     ranges: list[Range]
     staged_bytes: int = 0
     nbytes: int = 0
@@ -84,7 +84,11 @@ class ReadPlan:
 
     transfers: tuple[Transfer, ...]
     batches: tuple[Batch, ...]
-    files: frozenset[Path]
+    """Of files on this machine."""
+    remote: tuple[Batch, ...]
+    """Of remote files."""
+    files: frozenset[CheckpointFile]
+    """Those on this machine."""
     filled_bytes: int
     """Bytes of the batches that become elements."""
     computed: tuple[tuple[int, Piece, Computation], ...]
@@ -95,6 +99,7 @@ def plan_reads(jobs: Sequence[tuple[Transfer, torch.dtype, bool]]) -> ReadPlan:
     """The plan for transfers into destinations of a dtype, in host memory or not."""
     ranges = [each for number, (transfer, dtype, on_host) in enumerate(jobs) for each in _ranges(number, transfer, dtype, on_host)]
     found = tuple(_batches(ranges))
+    local = tuple(batch for batch in found if not isinstance(batch.file, RemoteFile))
     computed = (
         (number, piece, piece.origin)
         for number, (transfer, _, _) in enumerate(jobs)
@@ -103,8 +108,9 @@ def plan_reads(jobs: Sequence[tuple[Transfer, torch.dtype, bool]]) -> ReadPlan:
     )
     return ReadPlan(
         transfers=tuple(transfer for transfer, _, _ in jobs),
-        batches=found,
-        files=frozenset(batch.file for batch in found),
+        batches=local,
+        remote=tuple(batch for batch in found if isinstance(batch.file, RemoteFile)),
+        files=frozenset(batch.file for batch in local),
         filled_bytes=sum(batch.filled_bytes for batch in found),
         computed=tuple(computed),
     )
@@ -185,7 +191,7 @@ def _batches(ranges: Iterable[Range]) -> Iterator[Batch]:
     """Ranges in file order, neighbours together as far as staging memory, size and number of buffers allow."""
     batch: Batch | None = None
     end = 0
-    for each in sorted(ranges, key=lambda one: (one.file, one.offset)):
+    for each in sorted(ranges, key=lambda one: (str(one.file), one.offset)):
         gap = each.offset - end
         if (
             batch is None

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from ..errors import MatchError
 from ..progress import Progress
+from .copying import copy_rounded, put_range
 from .entry import FileIdentity, contiguous_strides
 from .files import OpenFiles, read_scattered
 from .host_memory import empty_host_tensor
+from .location import CheckpointFile
 from .ranges import GAP_BYTES, STAGED_BYTES, Batch, Range, ReadPlan, plan_reads
+from .remote.reader import RemoteReader
 from .transfer import Computation, Piece, Transfer
 from .workers import worker_count, workers
 
@@ -33,8 +35,9 @@ class Reader:
     `identities` are the files as they were when the checkpoint was opened; a file without one is taken as it is at its first read.
     """
 
-    def __init__(self, identities: Mapping[Path, FileIdentity] | None = None) -> None:
+    def __init__(self, identities: Mapping[CheckpointFile, FileIdentity] | None = None) -> None:
         self._files = OpenFiles(identities)
+        self._remote = RemoteReader(identities)
 
     def read(self, jobs: Sequence[tuple[Transfer, torch.Tensor]], progress: Progress | None = None) -> int:
         """Fills each tensor (contiguous, of the transfer's shape, on any device, any float dtype where the transfer's is one).
@@ -60,6 +63,8 @@ class Reader:
     def _read_batches(self, plan: ReadPlan, destinations: Sequence[torch.Tensor], progress: Progress | None) -> None:
         descriptors = self._files.checked(plan.files)
         flat = [destination.detach().view(-1) for destination in destinations]
+        if plan.remote:
+            self._remote.read(plan.remote, flat, progress)
         if len(plan.batches) <= 1 or plan.filled_bytes <= INLINE_BYTES:
             _drain(iter(plan.batches), flat, descriptors, progress, threading.Event())
             return
@@ -102,7 +107,7 @@ class Reader:
         first = sum(start * stride for start, stride in zip(piece.start, strides, strict=True))
         flat = destination.detach().view(-1)
         with torch.inference_mode():
-            _copy(flat.as_strided(piece.shape, strides, flat.storage_offset() + first), view, transfer.dtype)
+            copy_rounded(flat.as_strided(piece.shape, strides, flat.storage_offset() + first), view, transfer.dtype)
         return total
 
 
@@ -112,7 +117,7 @@ class _Shared:
     A thread that casts does not read meanwhile, and a disk does not read what nobody has asked for.
     """
 
-    def __init__(self, batches: Sequence[Batch], descriptors: Mapping[Path, int]) -> None:
+    def __init__(self, batches: Sequence[Batch], descriptors: Mapping[CheckpointFile, int]) -> None:
         self._batches = batches
         self._descriptors = descriptors
         self._lock = threading.Lock()
@@ -144,7 +149,7 @@ class _Shared:
 def _drain(
     work: Iterator[Batch],
     destinations: Sequence[torch.Tensor],
-    descriptors: Mapping[Path, int],
+    descriptors: Mapping[CheckpointFile, int],
     progress: Progress | None,
     stop: threading.Event,
 ) -> None:
@@ -186,19 +191,8 @@ def _read_batch(batch: Batch, destinations: Sequence[torch.Tensor], descriptor: 
         position = each.offset + each.nbytes
     read_scattered(descriptor, buffers, batch.ranges[0].offset, batch.file)
     for each, part in copies:
-        assert each.dims is not None
-        destination = destinations[each.job]
-        sizes = [size for size, _, _ in each.dims]
-        values = part.view(each.dtype).as_strided(sizes, [source for _, source, _ in each.dims])
-        place = destination.as_strided(sizes, [target for _, _, target in each.dims], destination.storage_offset() + each.first)
-        _copy(place, values, each.rounded)
+        put_range(each, part, destinations[each.job])
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.view(torch.uint8).numpy().data)
-
-
-def _copy(place: torch.Tensor, values: torch.Tensor, rounded: torch.dtype) -> None:
-    if rounded not in (values.dtype, place.dtype):
-        values = values.to(rounded)
-    place.copy_(values)

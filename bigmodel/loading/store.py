@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..protocols import Read, TensorSpec
 from .entry import FileIdentity
+from .location import CheckpointFile
 from .ranges import ReadPlan, plan_reads
 from .reader import Reader
 from .transfer import Transfer
@@ -25,7 +25,7 @@ class CheckpointStore:
     its own and shares the open files; a pickled one opens them again.
     """
 
-    def __init__(self, transfers: Mapping[str, Transfer], identities: Mapping[Path, FileIdentity] | None = None) -> None:
+    def __init__(self, transfers: Mapping[str, Transfer], identities: Mapping[CheckpointFile, FileIdentity] | None = None) -> None:
         self._transfers = dict(transfers)
         self._reader = Reader(identities)
         self._replaced: dict[str, torch.Tensor] = {}

@@ -20,6 +20,19 @@ class Hub:
     repositories: Mapping[str, Mapping[str, bytes]]
     gated: frozenset[str] = frozenset()
     fetched: list[str] = field(default_factory=list)
+    fetched_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes that were asked for by range, by file."""
+    tokens: list[str | None] = field(default_factory=list)
+
+    def refusal(self, name: str, revision: str) -> tuple[int, bytes, dict[str, str]] | None:
+        """What the hub answers about a repository or revision that it does not have, or does not give."""
+        if name not in self.repositories:
+            return 404, b"", {"X-Error-Code": "RepoNotFound"}
+        if name in self.gated:
+            return 403, b"", {"X-Error-Code": "GatedRepo"}
+        if revision not in ("main", COMMIT):
+            return 404, b"", {"X-Error-Code": "RevisionNotFound"}
+        return None
 
     def __enter__(self) -> Hub:
         hub = self
@@ -36,25 +49,33 @@ class Hub:
             def answer(self, *, with_body: bool) -> None:
                 path = self.path.partition("?")[0]
                 if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(revision|tree)/([^/]+)", path):
+                    if (refusal := hub.refusal(found[1], found[3])) is not None:
+                        return self.send(*refusal, with_body)
                     files = hub.repositories[found[1]]
                     listing = [{"type": "file", "path": name, "size": len(data), "oid": _hash(data)} for name, data in files.items()]
-                    siblings = [{"rfilename": name} for name in files]
+                    siblings = [
+                        {"rfilename": name, "size": len(data), "blobId": _hash(data)} | _lfs(name, data) for name, data in files.items()
+                    ]
                     body = listing if found[2] == "tree" else {"id": found[1], "sha": COMMIT, "siblings": siblings}
                     return self.send(200, json.dumps(body).encode(), {"Content-Type": "application/json"}, with_body)
                 found = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
-                if found is None or found[1] not in hub.repositories:
-                    return self.send(404, b"", {"X-Error-Code": "RepoNotFound"}, with_body)
-                name, revision, file = found.groups()
-                if name in hub.gated:
-                    return self.send(403, b"", {"X-Error-Code": "GatedRepo"}, with_body)
-                if revision not in ("main", COMMIT):
-                    return self.send(404, b"", {"X-Error-Code": "RevisionNotFound"}, with_body)
+                name, revision, file = found.groups() if found is not None else ("", "", "")
+                if (refusal := hub.refusal(name, revision)) is not None:
+                    return self.send(*refusal, with_body)
                 data = hub.repositories[name].get(file)
                 if data is None:
                     return self.send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}, with_body)
                 if with_body:
                     hub.fetched.append(file)
-                return self.send(200, data, {"ETag": f'"{_hash(data)}"', "X-Repo-Commit": COMMIT}, with_body)
+                    hub.tokens.append(self.headers.get("Authorization"))
+                facts = {"ETag": f'"{_etag(file, data)}"', "X-Repo-Commit": COMMIT}
+                asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+                if asked is None:
+                    return self.send(200, data, facts, with_body)
+                part = data[int(asked[1]) : int(asked[2]) + 1]
+                hub.fetched_bytes[file] = hub.fetched_bytes.get(file, 0) + len(part)
+                facts["Content-Range"] = f"bytes {asked[1]}-{int(asked[1]) + len(part) - 1}/{len(data)}"
+                return self.send(206, part, facts, with_body)
 
             def send(self, status: int, body: bytes, headers: dict[str, str], with_body: bool) -> None:
                 self.send_response(status)
@@ -84,3 +105,16 @@ class Hub:
 
 def _hash(data: bytes) -> str:
     return hashlib.sha1(data).hexdigest()
+
+
+def _is_large(name: str) -> bool:
+    return name.endswith((".safetensors", ".bin", ".gguf"))
+
+
+def _etag(name: str, data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest() if _is_large(name) else _hash(data)
+
+
+def _lfs(name: str, data: bytes) -> dict[str, object]:
+    """What the hub tells of files that it keeps apart, as large ones."""
+    return {"lfs": {"sha256": _etag(name, data), "size": len(data), "pointerSize": 134}} if _is_large(name) else {}

@@ -8,20 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from huggingface_hub import hf_hub_download, snapshot_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from ...constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from ...errors import CheckpointError, CheckpointNotFoundError
+from ...loading.remote import explained
 
 __all__ = ["resolve"]
 
@@ -55,14 +49,14 @@ def resolve(
         raise CheckpointError(f"{os.fspath(path)!r} is a file. Give the folder that holds it and its config.json.")
     name = os.fspath(path_or_id)
     fetch = partial(hf_hub_download, name, revision=revision, local_files_only=local_files_only)
-    config = _explained(name, revision, partial(fetch, "config.json"))
+    config = explained(name, revision, partial(fetch, "config.json"))
     folder = Path(config).parent
     # The cache names the folder after the commit: everything else comes from the same one, whatever happens to the branch meanwhile.
     fetch = partial(hf_hub_download, name, revision=folder.name, local_files_only=local_files_only)
-    _explained(name, revision, partial(_fetch_rest, name, fetch))
+    explained(name, revision, partial(_fetch_rest, name, fetch))
     if trust_remote_code:
         code = partial(snapshot_download, name, revision=folder.name, local_files_only=local_files_only, allow_patterns="*.py")
-        _explained(name, revision, code)
+        explained(name, revision, code)
     return folder
 
 
@@ -94,30 +88,3 @@ def _fetch_rest(name: str, fetch: Callable[[str], str]) -> None:
     with ThreadPoolExecutor(max_workers=_DOWNLOADS) as pool:
         # `list` raises what a download raised.
         list(pool.map(fetch, shards))
-
-
-def _explained(name: str, revision: str | None, call: Callable[[], Any]) -> Any:
-    """Runs a download; what goes wrong becomes one of bigmodel's errors, with what to do."""
-    try:
-        return call()
-    except CheckpointError:
-        raise
-    except HFValidationError as error:
-        raise CheckpointNotFoundError(f"{name!r} is neither a folder nor the id of a model on the hub ('owner/name').") from error
-    except GatedRepoError as error:
-        raise CheckpointError(f"The model {name!r} is gated: accept its conditions on the hub and log in (`hf auth login`).") from error
-    except RevisionNotFoundError as error:
-        raise CheckpointNotFoundError(f"The model {name!r} has no branch, tag or commit {revision!r}.") from error
-    except RepositoryNotFoundError as error:
-        raise CheckpointNotFoundError(
-            f"{name!r} is neither a folder nor a model on the hub. If it is a private model, log in first (`hf auth login`)."
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise CheckpointNotFoundError(
-            f"The hub cannot be reached (or is not to be), and the model {name!r} is not in its cache, or not all of it: {error}"
-        ) from error
-    except EntryNotFoundError as error:
-        raise CheckpointNotFoundError(f"The model {name!r} on the hub lacks a file: {error}") from error
-    # The hub's client lets errors of several HTTP libraries through.
-    except Exception as error:
-        raise CheckpointError(f"The model {name!r} cannot be fetched from the hub: {error!r}") from error

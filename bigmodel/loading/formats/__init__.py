@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from .header import Format, Header
+from .header import Format, Header, RangedFormat
 from .safetensors import SafetensorsFormat
 from .torch_zip import TorchZipFormat
 
-__all__ = ["FORMATS", "Format", "Header"]
+__all__ = ["FORMATS", "Format", "Header", "RangedFormat"]
 
 FORMATS: Final[tuple[Format, ...]] = (SafetensorsFormat(), TorchZipFormat())
 """Known formats. Where a folder holds several, the first of these wins."""

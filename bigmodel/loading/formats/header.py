@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..entry import Entry
+from ..location import CheckpointFile
 
-__all__ = ["Format", "Header"]
+__all__ = ["Format", "Header", "RangedFormat"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,4 +41,16 @@ class Format(Protocol):
 
     def read_header(self, file: Path) -> Header:
         """Entries and metadata of `file`. Raises `CheckpointError`, naming the file."""
+        ...
+
+
+@runtime_checkable
+class RangedFormat(Protocol):
+    """A format whose headers can be read from bytes alone, so that its files need not be on this machine."""
+
+    def header_from(self, file: CheckpointFile, size_bytes: int, read: Callable[[int, int], bytes]) -> Header:
+        """Entries and metadata of `file`, which has `size_bytes`; `read` gives the bytes from a position up to another.
+
+        Raises `CheckpointError`, naming the file.
+        """
         ...

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,10 +17,13 @@ import torch
 
 from ...errors import CheckpointError, CheckpointNotFoundError
 from ..entry import Entry
+from ..location import CheckpointFile
 from .header import Header
 
 __all__ = ["DTYPE_NAMES", "SafetensorsFormat"]
 
+LENGTH_BYTES: Final = 8
+"""Of the number before the header: the header's own length."""
 MAX_HEADER_BYTES: Final = 100_000_000
 """The limit of the safetensors library."""
 MAX_DIMENSIONS: Final = 64
@@ -67,31 +72,37 @@ class SafetensorsFormat:
         """
         try:
             with open(file, "rb") as stream:
-                size_bytes = stream.seek(0, 2)
-                stream.seek(0)
-                start = stream.read(8)
-                if len(start) < 8:
-                    raise CheckpointError(f"{file}: expected at least 8 bytes, found {len(start)}; the file is empty or truncated.")
-                header_bytes = int.from_bytes(start, "little")
-                if header_bytes > MAX_HEADER_BYTES:
-                    raise CheckpointError(
-                        f"{file}: its header claims {header_bytes} bytes, more than the {MAX_HEADER_BYTES} that safetensors allows; "
-                        "this is no safetensors file, or a damaged one."
-                    )
-                if 8 + header_bytes > size_bytes:
-                    raise CheckpointError(
-                        f"{file}: truncated within its header: expected at least {8 + header_bytes} bytes, found {size_bytes}. "
-                        "Get it again."
-                    )
-                text = stream.read(header_bytes)
+
+                def read(start: int, end: int) -> bytes:
+                    stream.seek(start)
+                    return stream.read(end - start)
+
+                return self.header_from(file, stream.seek(0, os.SEEK_END), read)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(f"{file}: there is no such file.") from error
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read: {error}.") from error
-        table = _parsed(text, file)
+
+    def header_from(self, file: CheckpointFile, size_bytes: int, read: Callable[[int, int], bytes]) -> Header:
+        """See `RangedFormat` and `read_header`."""
+        start = read(0, LENGTH_BYTES)
+        if len(start) < LENGTH_BYTES:
+            raise CheckpointError(f"{file}: expected at least 8 bytes, found {len(start)}; the file is empty or truncated.")
+        header_bytes = int.from_bytes(start, "little")
+        if header_bytes > MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"{file}: its header claims {header_bytes} bytes, more than the {MAX_HEADER_BYTES} that safetensors allows; "
+                "this is no safetensors file, or a damaged one."
+            )
+        data_start = LENGTH_BYTES + header_bytes
+        if data_start > size_bytes:
+            raise CheckpointError(
+                f"{file}: truncated within its header: expected at least {data_start} bytes, found {size_bytes}. Get it again."
+            )
+        table = _parsed(read(LENGTH_BYTES, data_start), file)
         metadata = _metadata(table.pop("__metadata__", None), file)
-        entries = sorted((_entry(name, value, 8 + header_bytes, file) for name, value in table.items()), key=_place)
-        _check_layout(entries, 8 + header_bytes, size_bytes, file)
+        entries = sorted((_entry(name, value, data_start, file) for name, value in table.items()), key=_place)
+        _check_layout(entries, data_start, size_bytes, file)
         return Header(tuple(entries), metadata)
 
 
@@ -99,7 +110,7 @@ def _place(entry: Entry) -> tuple[int, int]:
     return entry.offset, entry.nbytes
 
 
-def _parsed(text: bytes, file: Path) -> dict[str, Any]:
+def _parsed(text: bytes, file: CheckpointFile) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) != len(pairs):
@@ -120,7 +131,7 @@ def _parsed(text: bytes, file: Path) -> dict[str, Any]:
     return table
 
 
-def _metadata(found: Any, file: Path) -> dict[str, str]:
+def _metadata(found: Any, file: CheckpointFile) -> dict[str, str]:
     if found is None:
         return {}
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
@@ -132,7 +143,7 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def _entry(name: str, value: Any, data_start: int, file: Path) -> Entry:
+def _entry(name: str, value: Any, data_start: int, file: CheckpointFile) -> Entry:
     try:
         dtype_name, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
@@ -152,7 +163,7 @@ def _entry(name: str, value: Any, data_start: int, file: Path) -> Entry:
     return Entry(name, file, data_start + begin, end - begin, dtype, tuple(shape))
 
 
-def _check_layout(entries: list[Entry], data_start: int, size_bytes: int, file: Path) -> None:
+def _check_layout(entries: list[Entry], data_start: int, size_bytes: int, file: CheckpointFile) -> None:
     position = data_start
     previous = "the header"
     for entry in entries:

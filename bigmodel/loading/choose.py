@@ -1,0 +1,103 @@
+"""Which files of a folder are the checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+from typing import Final
+
+from ..errors import CheckpointError, CheckpointNotFoundError
+from .formats import FORMATS, Format
+
+__all__ = ["INDEX_ENDING", "choose", "format_of"]
+
+SHARD_NUMBER: Final = re.compile(r"-(\d+)-of-(\d+)$")
+INDEX_ENDING: Final = ".index.json"
+
+
+def choose(names: Sequence[str], folder: str) -> str | list[str]:
+    """The index, or the files, among the names in `folder` (a name for messages).
+
+    safetensors wins over torch's formats, an index over its shards wins over single files, the usual file names win over others, and shards
+    without an index are taken together. Raises `CheckpointNotFoundError` where nothing could be meant or a shard is missing, and
+    `CheckpointError` where several could be meant: it lists them.
+    """
+    names = sorted(names)
+    indexes = [name for name in names if name.endswith(INDEX_ENDING)]
+    for format_ in FORMATS:
+        own = [name for name in indexes if name.removesuffix(INDEX_ENDING).endswith(format_.suffixes)]
+        if (index := _pick(own, format_, INDEX_ENDING, folder)) is not None:
+            return index
+        files = [name for name in names if name.lower().endswith(format_.suffixes)]
+        families: dict[str, list[str]] = {}
+        for name in files:
+            path = PurePosixPath(name)
+            families.setdefault(SHARD_NUMBER.sub("", path.stem) + path.suffix, []).append(name)
+        # A name that only other formats' users write for a whole model (optimizer.pt) must not be taken when an index is there.
+        if len(families) > 1 and len(indexes) == 1 and _pick(_usual(list(families), format_), format_, "", folder) is None:
+            return indexes[0]
+        if (family := _pick(list(families), format_, "", folder)) is not None:
+            return _shards(folder, families[family])
+    if len(indexes) > 1:
+        raise _several_indexes(folder, indexes)
+    if indexes:
+        return indexes[0]
+    raise CheckpointNotFoundError(
+        f"{folder} is not a folder containing a `.index.json` file or a checkpoint "
+        f"({', '.join(suffix for format_ in FORMATS for suffix in format_.suffixes)}); it holds: {', '.join(names[:20]) or 'no files'}."
+    )
+
+
+def format_of(names: Sequence[str], where: str) -> Format:
+    """The format of a checkpoint's files by their names. Raises `CheckpointError` for unknown endings and mixed formats."""
+    if not names:
+        raise CheckpointError(f"{where}: the index names no files.")
+    found = []
+    for name in names:
+        format_ = next((format_ for format_ in FORMATS if name.lower().endswith(format_.suffixes)), None)
+        if format_ is None:
+            known = ", ".join(suffix for format_ in FORMATS for suffix in format_.suffixes)
+            raise CheckpointError(f"{where}: {name!r} is not the name of a checkpoint file (known endings: {known}, and {INDEX_ENDING}).")
+        found.append(format_)
+    if len(set(found)) > 1:
+        raise CheckpointError(f"{where}: files of several formats belong to one checkpoint: {', '.join(names)}.")
+    return found[0]
+
+
+def _usual(names: Sequence[str], format_: Format) -> list[str]:
+    usual = [stem + suffix for stem in format_.usual_names for suffix in format_.suffixes]
+    return [name for name in usual if name in names]
+
+
+def _pick(names: Sequence[str], format_: Format, ending: str, folder: str) -> str | None:
+    """The only name, or the most usual one, or None where there is none; several unusual ones are an error."""
+    if len(names) <= 1:
+        return names[0] if names else None
+    usual = _usual([name.removesuffix(ending) for name in names], format_)
+    if usual:
+        return usual[0] + ending
+    if ending:
+        raise _several_indexes(folder, names)
+    raise CheckpointError(f"{folder} holds several checkpoints: {', '.join(names)}. Name the file that is meant.")
+
+
+def _several_indexes(folder: str, names: Sequence[str]) -> CheckpointError:
+    return CheckpointError(f"{folder} contains more than one `.index.json` file, delete the irrelevant ones: {', '.join(names)}.")
+
+
+def _shards(folder: str, names: list[str]) -> list[str]:
+    """The files of one family: a single file beside shards of the same name is ambiguous, and no shard may be missing."""
+    numbered = {name: match for name in names if (match := SHARD_NUMBER.search(PurePosixPath(name).stem))}
+    if not numbered:
+        return names[:1]
+    if len(numbered) < len(names):
+        raise CheckpointError(f"{folder} holds a single file and shards without an index: {', '.join(names)}. Name the file that is meant.")
+    totals = {int(match[2]) for match in numbered.values()}
+    if len(totals) > 1:
+        raise CheckpointError(f"{folder} holds shards of several checkpoints without an index: {', '.join(names)}. Name the files' index.")
+    missing = set(range(1, totals.pop() + 1)) - {int(match[1]) for match in numbered.values()}
+    # Some writers count from 0.
+    if missing and not (len(missing) == 1 and any(int(match[1]) == 0 for match in numbered.values())):
+        raise CheckpointNotFoundError(f"{folder}: shards {sorted(missing)[:20]} are missing beside {', '.join(names[:20])}.")
+    return names

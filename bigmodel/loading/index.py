@@ -1,0 +1,39 @@
+"""The index of a sharded checkpoint: tensor name → file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import PurePosixPath
+from typing import Final
+
+from ..errors import CheckpointError
+from .location import CheckpointFile
+
+__all__ = ["MAX_INDEX_BYTES", "check_index_size", "parse_index"]
+
+MAX_INDEX_BYTES: Final = 1 << 28
+
+
+def check_index_size(size_bytes: int, file: CheckpointFile) -> None:
+    """Raises `CheckpointError` for a file that is too large to be an index."""
+    if size_bytes > MAX_INDEX_BYTES:
+        raise CheckpointError(f"{file}: an index of {size_bytes} bytes is no index.")
+
+
+def parse_index(text: bytes, file: CheckpointFile) -> dict[str, str]:
+    """Tensor name → file name, from `{"weight_map": {…}}` or the bare map. `file` is the index, for messages.
+
+    Raises `CheckpointError` for anything else, and for names of files outside the index's folder.
+    """
+    try:
+        index = json.loads(text.decode("utf-8"))
+    except (RecursionError, ValueError) as error:
+        raise CheckpointError(f"{file}: not a readable index ({type(error).__name__}: {str(error)[:200]}).") from error
+    weight_map = index.get("weight_map", index) if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{file}: not an index of a checkpoint: it should hold 'weight_map', tensor name → file name.")
+    for name in set(weight_map.values()):
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or not name:
+            raise CheckpointError(f"{file}: names the file {name!r} outside its folder.")
+    return weight_map

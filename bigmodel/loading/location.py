@@ -1,0 +1,82 @@
+"""What the place of a checkpoint means: something on this machine, a repository on the hub, or a URL."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from ..errors import CheckpointError
+
+__all__ = ["CheckpointFile", "HubRepository", "RemoteFile", "located"]
+
+_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+"""Schemes have two letters at least: `C://` is a drive."""
+_NAME: Final = r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*"
+_HUB_NAME: Final = re.compile(f"({_NAME})(?:@(.+))?", re.ASCII)
+_HUB_URL: Final = re.compile(f"hf://({_NAME})(?:@([^/]+))?(/.*)?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RemoteFile:
+    """A file behind a URL, with as much of a path's interface as a checkpoint's file needs."""
+
+    url: str
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL's path."""
+        return PurePosixPath(unquote(urlsplit(self.url).path)).name
+
+    @property
+    def suffix(self) -> str:
+        """The ending of the name, with its dot."""
+        return PurePosixPath(self.name).suffix
+
+    def __str__(self) -> str:
+        # What follows the path may be a signature, which no message should spread.
+        return self.url.partition("?")[0]
+
+
+CheckpointFile = Path | RemoteFile
+
+
+@dataclass(frozen=True, slots=True)
+class HubRepository:
+    """A model's repository on the Hugging Face hub."""
+
+    name: str
+    """`owner/name`."""
+    revision: str | None = None
+    """Branch, tag or commit; None for the default branch."""
+    path: str = ""
+    """A folder or file in it; empty for its top."""
+
+    def __str__(self) -> str:
+        return f"hf://{self.name}" + (f"@{self.revision}" if self.revision else "") + (f"/{self.path}" if self.path else "")
+
+
+def located(where: str | os.PathLike[str]) -> Path | RemoteFile | HubRepository:
+    """What `where` means.
+
+    A `Path`, and a string that names something on this machine, is local. A string with a scheme is a URL
+    (`hf://owner/name[@revision][/path]`: a repository on the hub, or something in it; `file://…`: local). Another string of the form
+    `owner/name` or `owner/name@revision` is a repository on the hub. Everything else is local. So `./owner/name` is always local and
+    `hf://owner/name` never. Raises `CheckpointError` for a `hf://` that names no repository.
+    """
+    if not isinstance(where, str) or os.path.lexists(where):
+        return Path(where)
+    if where.startswith("hf://"):
+        found = _HUB_URL.fullmatch(where)
+        if found is None:
+            raise CheckpointError(f"{where!r} names no repository on the hub: write hf://owner/name, @revision and /path where needed.")
+        return HubRepository(found[1], found[2], (found[3] or "").strip("/"))
+    if where.startswith("file://"):
+        return Path(unquote(urlsplit(where).path))
+    if _URL.match(where):
+        return RemoteFile(where)
+    found = _HUB_NAME.fullmatch(where)
+    return Path(where) if found is None else HubRepository(found[1], found[2])

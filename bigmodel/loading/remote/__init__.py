@@ -1,0 +1,10 @@
+"""Checkpoints that lie elsewhere: on the hub, on web servers, in object stores. Read by ranges; nothing is downloaded first."""
+
+from __future__ import annotations
+
+from .headers import read_header
+from .hub import explained, repository_parts
+from .source import Source, source_of
+from .url import url_parts
+
+__all__ = ["Source", "explained", "read_header", "repository_parts", "source_of", "url_parts"]

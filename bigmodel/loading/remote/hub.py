@@ -1,0 +1,135 @@
+"""The files of a checkpoint in a repository on the Hugging Face hub: those in its cache from there, the others by ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from ...errors import BigModelError, CheckpointError, CheckpointNotFoundError
+from ..choose import choose
+from ..entry import FileIdentity
+from ..index import parse_index
+from ..local import local_parts
+from ..location import CheckpointFile, HubRepository, RemoteFile
+from ..parts import Parts
+from .headers import read_index
+
+__all__ = ["explained", "repository_parts"]
+
+T = TypeVar("T")
+
+ANSWER_SECONDS: Final = 30.0
+"""Longest wait for the list of a repository's files."""
+REFUSALS: Final = (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError, HFValidationError)
+
+
+def repository_parts(repository: HubRepository) -> Parts:
+    """The files of a repository's checkpoint, all of one commit.
+
+    Raises `CheckpointNotFoundError` where there is no such repository, revision or checkpoint, and `CheckpointError` where the hub refuses
+    access, or cannot be reached and the cache does not have the repository.
+    """
+    ask = partial(
+        HfApi(endpoint=constants.ENDPOINT).model_info,
+        repository.name,
+        revision=repository.revision or constants.DEFAULT_REVISION,
+        files_metadata=True,
+        timeout=ANSWER_SECONDS,
+    )
+    try:
+        info = ask()
+    except REFUSALS as error:
+        raise _explanation(repository.name, repository.revision, error) from error
+    # Offline mode and a hub that cannot be reached come as errors of several HTTP libraries.
+    except Exception:
+        return _cached_parts(repository)
+    return _listed_parts(repository, info)
+
+
+def _cached_parts(repository: HubRepository) -> Parts:
+    fetch = partial(snapshot_download, repository.name, revision=repository.revision, local_files_only=True)
+    return local_parts(Path(explained(repository.name, repository.revision, fetch)) / repository.path)
+
+
+def _listed_parts(repository: HubRepository, info: Any) -> Parts:
+    commit = str(info.sha)
+    found = HubRepository(repository.name, commit, repository.path)
+    siblings = {sibling.rfilename: sibling for sibling in info.siblings or ()}
+    files: dict[str, CheckpointFile] = {}
+
+    def file_of(path: str) -> CheckpointFile:
+        if path not in siblings:
+            raise CheckpointNotFoundError(f"{found}: the repository has no file {path!r}.")
+        if path not in files:
+            cached = try_to_load_from_cache(found.name, path, revision=commit)
+            url = hf_hub_url(found.name, path, revision=commit, endpoint=constants.ENDPOINT)
+            files[path] = Path(cached) if isinstance(cached, str) else RemoteFile(url)
+        return files[path]
+
+    def index_of(path: str) -> dict[str, str]:
+        file = file_of(path)
+        return read_index(file) if isinstance(file, RemoteFile) else parse_index(file.read_bytes(), file)
+
+    folder = f"{repository.path}/" if repository.path else ""
+    if repository.path in siblings:
+        chosen: str | list[str] = repository.path if repository.path.endswith(".json") else [repository.path]
+        folder = f"{repository.path.rpartition('/')[0]}/" if "/" in repository.path else ""
+    else:
+        names = [path.removeprefix(folder) for path in siblings if path.startswith(folder) and "/" not in path.removeprefix(folder)]
+        picked = choose(names, str(found))
+        chosen = folder + picked if isinstance(picked, str) else [folder + name for name in picked]
+    weight_map: dict[str, CheckpointFile] = {}
+    if isinstance(chosen, str):
+        weight_map = {name: file_of(folder + shard) for name, shard in index_of(chosen).items()}
+        ordered = tuple(sorted(set(weight_map.values()), key=lambda file: file.name))
+    else:
+        ordered = tuple(file_of(path) for path in chosen)
+    sizes = {files[path]: siblings[path].size for path in files}
+    # Content under a commit never changes, so the size is all that has to be known.
+    identities: dict[CheckpointFile, FileIdentity] = {
+        file: FileIdentity(size, 0, 0) for file, size in sizes.items() if isinstance(file, RemoteFile) and size is not None
+    }
+    return Parts(str(found), ordered, weight_map, identities)
+
+
+def explained(name: str, revision: str | None, call: Callable[[], T]) -> T:
+    """Runs a request to the hub about the repository `name`; what goes wrong becomes one of bigmodel's errors, with what to do."""
+    try:
+        return call()
+    except BigModelError:
+        raise
+    # The hub's client lets errors of several HTTP libraries through.
+    except Exception as error:
+        raise _explanation(name, revision, error) from error
+
+
+def _explanation(name: str, revision: str | None, error: Exception) -> CheckpointError:
+    if isinstance(error, HFValidationError):
+        return CheckpointNotFoundError(f"{name!r} is neither a folder nor the id of a model on the hub ('owner/name').")
+    if isinstance(error, GatedRepoError):
+        return CheckpointError(f"The model {name!r} is gated: accept its conditions on the hub and log in (`hf auth login`).")
+    if isinstance(error, RevisionNotFoundError):
+        return CheckpointNotFoundError(f"The model {name!r} has no branch, tag or commit {revision!r}.")
+    if isinstance(error, RepositoryNotFoundError):
+        return CheckpointNotFoundError(
+            f"{name!r} is neither a folder nor a model on the hub. If it is a private model, log in first (`hf auth login`)."
+        )
+    if isinstance(error, LocalEntryNotFoundError):
+        return CheckpointNotFoundError(
+            f"The hub cannot be reached (or is not to be), and the model {name!r} is not in its cache, or not all of it: {error}"
+        )
+    if isinstance(error, EntryNotFoundError):
+        return CheckpointNotFoundError(f"The model {name!r} on the hub lacks a file: {error}")
+    return CheckpointError(f"The model {name!r} cannot be fetched from the hub: {error!r}")

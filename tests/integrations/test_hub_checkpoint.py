@@ -1,0 +1,112 @@
+"""A checkpoint on the hub is opened by its headers, and its weights stream into place; what the cache has is not fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hub_server import COMMIT, Hub
+from huggingface_hub import constants, snapshot_download
+from safetensors.torch import load_file
+
+import bigmodel
+from bigmodel.errors import CheckpointError, CheckpointNotFoundError
+from bigmodel.integrations.transformers import empty_model
+from bigmodel.loading import Checkpoint, load
+from bigmodel.loading.location import RemoteFile
+from bigmodel.loading.remote import retry
+
+
+@pytest.fixture
+def hub(checkpoint_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    files = {file.name: file.read_bytes() for file in checkpoint_folder("llama").iterdir()}
+    repositories = {
+        "owner/llama": files,
+        "owner/parts": {f"text/{name}": data for name, data in files.items()} | {"README.md": b""},
+        "owner/old": {"config.json": b"{}", "pytorch_model.bin": b"x"},
+        "owner/gated": files,
+    }
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(retry, "FIRST_WAIT_SECONDS", 0.001)
+    with Hub(repositories, gated=frozenset({"owner/gated"})) as running:
+        monkeypatch.setattr(constants, "ENDPOINT", running.endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", running.endpoint + "/{repo_id}/resolve/{revision}/{filename}")
+        yield running
+
+
+def values(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    "where", ["owner/llama", "owner/llama@main", f"hf://owner/llama@{COMMIT}", "hf://owner/parts/text", "hf://owner/parts@main/text/"]
+)
+def test_headers_are_fetched_and_nothing_else(hub: Hub, where: str, checkpoint_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(where)
+    local = Checkpoint.open(checkpoint_folder("llama"))
+    assert {name: (entry.shape, entry.dtype, entry.offset) for name, entry in checkpoint.entries.items()} == {
+        name: (entry.shape, entry.dtype, entry.offset) for name, entry in local.entries.items()
+    }
+    assert str(checkpoint.location).startswith(f"hf://owner/{'parts' if 'parts' in where else 'llama'}@{COMMIT}")
+    assert len(hub.fetched) == len(local.files) + 1
+    assert not (tmp_path / "cache").exists()
+
+
+def test_weights_stream_into_a_model(hub: Hub, checkpoint_folder: Callable[[str], Path]) -> None:
+    model = empty_model(checkpoint_folder("llama"))
+    load(model, Checkpoint.open("owner/llama"))
+    expected = values(checkpoint_folder("llama"))
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())
+    again = empty_model(checkpoint_folder("llama"))
+    bigmodel.load_checkpoint_and_dispatch(again, "owner/llama", device_map={"": "cpu"})
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in expected.items())
+
+
+def test_what_the_cache_has_is_not_fetched_and_is_all_there_is_without_a_connection(
+    hub: Hub, checkpoint_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(snapshot_download("owner/llama", allow_patterns=["model-00001*", "*.index.json"], endpoint=hub.endpoint))
+    hub.fetched.clear()
+    mixed = Checkpoint.open("owner/llama")
+    local = [file for file in mixed.files if not isinstance(file, RemoteFile)]
+    assert local == sorted(folder.glob("*.safetensors"))
+    assert not any(name.startswith("model-00001") or name.endswith(".json") for name in hub.fetched)
+    model = empty_model(checkpoint_folder("llama"))
+    load(model, mixed)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in values(checkpoint_folder("llama")).items())
+
+    snapshot_download("owner/llama", endpoint=hub.endpoint)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert all(isinstance(file, Path) for file in Checkpoint.open("owner/llama").files)
+    with pytest.raises(CheckpointNotFoundError, match="cannot be reached"):
+        Checkpoint.open("owner/parts")
+
+
+def test_the_token_goes_to_the_hub_and_nowhere_else(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    Checkpoint.open("owner/llama")
+    assert set(hub.tokens) == {"Bearer hf_secret"}
+    hub.tokens.clear()
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    Checkpoint.open(f"{hub.endpoint}/owner/llama/resolve/main/model.safetensors.index.json")
+    assert set(hub.tokens) == {None}
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("owner/absent", "'owner/absent' is neither a folder nor a model on the hub"),
+        ("owner/llama@v9", "no branch, tag or commit 'v9'"),
+        ("owner/gated", "'owner/gated' is gated"),
+        ("owner/old", "cannot be read remotely"),
+        ("hf://owner/llama/nothing", "is not a folder containing"),
+        ("hf://owner/llama/nothing.safetensors", "is not a folder containing"),
+        ("owner/parts", "holds: README.md"),
+    ],
+)
+def test_what_cannot_be_had_is_explained(hub: Hub, where: str, says: str) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        Checkpoint.open(where)

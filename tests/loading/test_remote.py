@@ -1,0 +1,332 @@
+"""Checkpoints on web servers and in object stores, on servers that misbehave too: headers by ranges, weights streamed into place."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from range_server import Answer, RangeServer
+from safetensors.torch import save
+from torch import nn
+
+from bigmodel.errors import CheckpointError, CheckpointNotFoundError
+from bigmodel.loading import Checkpoint, LoadReport, Reader, load, ranges
+from bigmodel.loading.keys import Whole
+from bigmodel.loading.location import HubRepository, RemoteFile, located
+from bigmodel.loading.remote import http, reader, retry
+from bigmodel.loading.transfer import lower
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(retry, "LONGEST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(reader, "SHORTEST_REQUEST_BYTES", 4096)
+    monkeypatch.setattr(ranges, "DIRECT_BYTES", 4096)
+    monkeypatch.setattr(http, "SILENCE_SECONDS", 5.0)
+
+
+def states() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return [
+        {f"0.{name}": value for name, value in {"weight": random(64, 48), "bias": random(64)}.items()},
+        {f"1.{name}": value for name, value in {"weight": random(320, 64).bfloat16(), "bias": random(320).bfloat16()}.items()},
+    ]
+
+
+def whole() -> dict[str, torch.Tensor]:
+    return states()[0] | states()[1]
+
+
+def sharded_files() -> dict[str, bytes]:
+    shards = {f"model-0000{number + 1}-of-00002.safetensors": state for number, state in enumerate(states())}
+    weight_map = {name: file for file, state in shards.items() for name in state}
+    files = {file: save(state, metadata={"format": "pt"}) for file, state in shards.items()}
+    return files | {"model.safetensors.index.json": json.dumps({"weight_map": weight_map}).encode()}
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(48, 64, dtype=dtype), nn.Linear(64, 320, dtype=dtype))
+
+
+def is_filled(filled: nn.Module, dtype: torch.dtype = torch.float32) -> bool:
+    state = filled.state_dict()
+    return all(torch.equal(state[name], value.to(dtype)) for name, value in whole().items())
+
+
+def loaded(where: str, **arguments: object) -> tuple[nn.Module, LoadReport]:
+    empty = model()
+    return empty, load(empty, Checkpoint.open(where), **arguments)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def server() -> Iterator[RangeServer]:
+    sharded = {f"sharded/{name}": data for name, data in sharded_files().items()}
+    with RangeServer(sharded | {"one/model.safetensors": save(whole()), "one/other.bin": b"x"}) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("where", "meaning"),
+    [
+        ("owner/name", HubRepository("owner/name")),
+        ("owner/name@v1", HubRepository("owner/name", "v1")),
+        ("owner/na.me-2@refs/pr/3", HubRepository("owner/na.me-2", "refs/pr/3")),
+        ("hf://owner/name", HubRepository("owner/name")),
+        ("hf://owner/name@v1/unet/x.safetensors", HubRepository("owner/name", "v1", "unet/x.safetensors")),
+        ("https://h/x/model.safetensors?sig=1", RemoteFile("https://h/x/model.safetensors?sig=1")),
+        ("s3://bucket/model", RemoteFile("s3://bucket/model")),
+        ("file:///x/y%20z", Path("/x/y z")),
+        ("./owner/name", Path("owner/name")),
+        ("../owner/name", Path("../owner/name")),
+        ("owner/name/more", Path("owner/name/more")),
+        ("name", Path("name")),
+        ("/owner/name", Path("/owner/name")),
+        ("owner/name@", Path("owner/name@")),
+        ("C://x", Path("C://x")),
+        (Path("owner/name"), Path("owner/name")),
+    ],
+)
+def test_what_a_place_means(where: str | Path, meaning: object) -> None:
+    assert located(where) == meaning
+
+
+def test_what_is_on_this_machine_is_local_and_what_names_no_repository_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    assert located("owner/name") == Path("owner/name")
+    with pytest.raises(CheckpointError, match="names no repository"):
+        located("hf://name")
+
+
+def test_a_signature_is_not_spread_by_messages() -> None:
+    file = RemoteFile("https://h/x/model.safetensors?sig=secret")
+    assert (str(file), file.name, file.suffix) == ("https://h/x/model.safetensors", "model.safetensors", ".safetensors")
+
+
+@pytest.mark.parametrize("where", ["sharded", "sharded/", "sharded/model.safetensors.index.json", "one", "one/model.safetensors"])
+def test_headers_come_by_ranges_and_no_weights(server: RangeServer, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bigmodel.loading.remote.headers.FIRST_BYTES", 64)
+    checkpoint = Checkpoint.open(server.url(where))
+    assert {name: (entry.shape, entry.dtype) for name, entry in checkpoint.entries.items()} == {
+        name: (tuple(value.shape), value.dtype) for name, value in whole().items()
+    }
+    assert checkpoint.format == "safetensors"
+    fetched = sum(end - start for path, start, end in server.requests if path.endswith(".safetensors") and end is not None)
+    assert fetched < 2000
+    for entry in checkpoint.entries.values():
+        data = server.files[entry.file.url.partition("/")[2].partition("/")[2].partition("/")[2]]
+        value = whole()[entry.name].reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert data[entry.offset : entry.offset + entry.nbytes] == value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("where", ["sharded", "one/model.safetensors"])
+def test_weights_are_streamed_into_place(server: RangeServer, where: str, dtype: torch.dtype) -> None:
+    filled = model(dtype)
+    load(filled, Checkpoint.open(server.url(where)))
+    assert is_filled(filled, dtype)
+
+
+def cuts(answer: Answer) -> None:
+    """Every connection brings half of what was asked for, but at least one byte."""
+    answer.cut = max(1, len(answer.body) // 2)
+
+
+def unavailable(answer: Answer) -> None:
+    """Every range has to be asked for three times."""
+    if answer.times < 3:
+        answer.status, answer.body = 503, b"busy"
+        answer.headers = {"Retry-After": "1"}
+
+
+def short_answers(answer: Answer) -> None:
+    """Fewer bytes than asked for, and the header says so."""
+    if answer.status == 206 and len(answer.body) > 10:
+        total = answer.headers["Content-Range"].partition("/")[2]
+        answer.body = answer.body[: len(answer.body) * 2 // 3]
+        answer.headers["Content-Range"] = f"bytes {answer.start}-{answer.start + len(answer.body) - 1}/{total}"
+
+
+def too_long_answers(answer: Answer) -> None:
+    answer.body += b"more"
+
+
+def slow(answer: Answer) -> None:
+    answer.pause_seconds = 0.002
+
+
+@pytest.mark.parametrize("fault", [cuts, unavailable, short_answers, too_long_answers, slow])
+def test_servers_that_misbehave_but_send_it_in_the_end(server: RangeServer, fault: Callable[[Answer], None]) -> None:
+    server.fault = fault
+    filled, _ = loaded(server.url("sharded"))
+    assert is_filled(filled)
+
+
+def test_a_cut_is_resumed_where_it_was(server: RangeServer) -> None:
+    checkpoint = Checkpoint.open(server.url("one/model.safetensors"))
+    before = len(server.requests)
+
+    def cut_once(answer: Answer) -> None:
+        if answer.number == before:
+            answer.cut = 1500
+
+    server.fault = cut_once
+    load(model(), checkpoint)
+    asked = [(start, end) for _, start, end in server.requests[before:]]
+    first, end = asked[0]
+    assert (first + 1500, end) in asked
+
+
+def test_a_server_without_ranges_sends_every_file_once(server: RangeServer) -> None:
+    def without(answer: Answer) -> None:
+        if answer.status == 206:
+            answer.status, answer.body = 200, server.files[answer.path]
+            del answer.headers["Content-Range"]
+
+    server.fault = without
+    checkpoint = Checkpoint.open(server.url("sharded"))
+    before = len(server.requests)
+    filled = model()
+    load(filled, checkpoint)
+    assert is_filled(filled)
+    assert sorted(path for path, _, _ in server.requests[before:]) == [name for name in sorted(server.files) if "-of-" in name]
+
+
+def test_redirects_are_followed_once_and_again_when_they_expire(server: RangeServer) -> None:
+    data = server.files["kept/model.safetensors"] = server.files["one/model.safetensors"]
+    asked: list[str] = []
+
+    def redirect(answer: Answer) -> None:
+        asked.append(answer.path)
+        if answer.path == "one/model.safetensors":
+            answer.status, answer.body, answer.headers = 302, b"", {"Location": server.url("kept/model.safetensors?sig=1")}
+        elif asked.count("kept/model.safetensors") == 3:
+            answer.status, answer.body, answer.headers = 403, b"", {}
+
+    server.fault = redirect
+    filled, _ = loaded(server.url("one/model.safetensors"))
+    assert is_filled(filled)
+    assert len(data) > 3 * 4096
+    assert 2 <= asked.count("one/model.safetensors") < asked.count("kept/model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda answer: setattr(answer, "status", 500), "gave up after 6 attempts in a row .*answered 500"),
+        (lambda answer: setattr(answer, "cut", 0), "cannot be read from byte .* gave up"),
+        (lambda answer: setattr(answer, "status", 401), "refuses access"),
+        (lambda answer: setattr(answer, "status", 418), "answered 418"),
+        (lambda answer: answer.headers.update({"Content-Range": ""}), "does not say which"),
+        (lambda answer: answer.headers.update({"Content-Range": "bytes 7-9/100"}), "bytes 7-9/100"),
+        (lambda answer: answer.headers.update({"Content-Encoding": "gzip"}), "compresses"),
+        (lambda answer: answer.headers.update({"ETag": '"other"'}), "has changed since it was opened .its ETag"),
+        (lambda answer: answer.headers.update({"Content-Range": f"bytes {answer.start}-9/10"}), "has changed since it was opened"),
+    ],
+)
+def test_what_no_attempt_mends_is_refused_and_the_model_stays_as_it_was(
+    server: RangeServer, change: Callable[[Answer], None], says: str
+) -> None:
+    checkpoint = Checkpoint.open(server.url("one/model.safetensors"))
+    server.fault = change
+    empty = model()
+    with pytest.raises(CheckpointError, match=says) as error:
+        load(empty, checkpoint)
+    assert "one/model.safetensors" in str(error.value)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+
+
+def test_what_is_not_there(server: RangeServer) -> None:
+    for where in ("nothing.safetensors", "nothing", "one/nothing.safetensors.index.json"):
+        with pytest.raises(CheckpointNotFoundError, match="nothing"):
+            Checkpoint.open(server.url(where))
+    with pytest.raises(CheckpointError, match=r"other\.bin.*cannot be read remotely"):
+        Checkpoint.open(server.url("one/other.bin"))
+    with pytest.raises(CheckpointError, match="no such kind of URL"):
+        Checkpoint.open("nosuchscheme://x/y")
+
+
+def test_headers_from_strangers_are_checked_as_local_ones_are(server: RangeServer) -> None:
+    good = server.files["one/model.safetensors"]
+    for name, data, says in [
+        ("cut", good[:-5], "truncated: expected"),
+        ("longer", good + b"xxx", "3 at the end belong to no tensor"),
+        ("huge", (1 << 60).to_bytes(8, "little") + good[8:], "its header claims"),
+        ("tiny", b"abc", "expected at least 8 bytes"),
+    ]:
+        server.files[f"{name}.safetensors"] = data
+        with pytest.raises(CheckpointError, match=says):
+            Checkpoint.open(server.url(f"{name}.safetensors"))
+    server.files["bad/model.safetensors.index.json"] = b'{"weight_map": {"a": "../x.safetensors"}}'
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        Checkpoint.open(server.url("bad"))
+
+
+def test_what_stays_on_disk_is_fetched_when_it_is_read_and_survives_copies_and_pickles(server: RangeServer) -> None:
+    filled, report = loaded(server.url("sharded"), device_map={"0": "cpu", "1": "disk"})
+    assert filled[1].weight.is_meta
+    store = report.store
+    assert store is not None
+    for each in (store, copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
+        rows = torch.empty(2, 64)
+        each.read_rows("1.weight", torch.tensor([5, 300]), rows)
+        assert torch.equal(rows, whole()["1.weight"].float()[[5, 300]])
+
+
+def test_an_error_in_one_request_ends_the_others_and_leaves_the_destination_alone(server: RangeServer) -> None:
+    checkpoint = Checkpoint.open(server.url("one/model.safetensors"))
+    release = threading.Event()
+    count = 0
+
+    def one_fails_others_hang(answer: Answer) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            answer.status = 418
+        elif count > 2:
+            release.wait(20)
+
+    server.fault = one_fails_others_hang
+    entries = checkpoint.entries
+    jobs = [
+        (lower(Whole(name), entries, name, entry.dtype), torch.zeros(entry.shape, dtype=entry.dtype)) for name, entry in entries.items()
+    ]
+    with pytest.raises(CheckpointError, match="418"):
+        Reader(checkpoint.identities).read(jobs)
+    before = [tensor.clone() for _, tensor in jobs]
+    release.set()
+    for thread in threading.enumerate():
+        if thread.name == "bigmodel-fetch":
+            thread.join(10)
+    assert all(torch.equal(was, tensor) for was, (_, tensor) in zip(before, jobs, strict=True))
+
+
+def test_any_url_of_fsspec(tmp_path: Path) -> None:
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    for name, data in sharded_files().items():
+        system.pipe_file(f"/bucket/{name}", data)
+    system.pipe_file("/bucket/README.md", b"")
+    try:
+        for where in ("memory://bucket", "memory://bucket/model.safetensors.index.json"):
+            filled, _ = loaded(where)
+            assert is_filled(filled)
+        with pytest.raises(CheckpointNotFoundError, match="no such file"):
+            Checkpoint.open("memory://nothing")
+        with pytest.raises(CheckpointNotFoundError, match="no such file"):
+            Checkpoint.open("memory://bucket/nothing.safetensors")
+    finally:
+        system.rm("/bucket", recursive=True)
