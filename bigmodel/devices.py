@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import numbers
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,10 +26,13 @@ __all__ = [
     "clear_device_cache",
     "current_device",
     "device_memory",
+    "device_name",
     "has_streams",
+    "host_cores",
     "machine_text",
     "on_stream",
     "private_bytes",
+    "reading_threads",
     "synchronize",
 ]
 
@@ -126,6 +130,34 @@ def device_memory(device: torch.device) -> tuple[int, int]:
         return total - int(module.driver_allocated_memory()), total
     free, total = module.mem_get_info(device)
     return int(free), int(total)
+
+
+def device_name(device: torch.device) -> str:
+    """What the vendor calls an accelerator (`"NVIDIA H200"`), or its torch name where nobody says; the processor's name for the CPU."""
+    if device.type == "cpu":
+        return _processor_name()
+    name = getattr(_module(device), "get_device_name", None)
+    return str(device) if name is None else str(name(device))
+
+
+def _processor_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def host_cores() -> int:
+    """Cores of the host that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def reading_threads() -> int:
+    """Threads that read files at once: one a core, but no fewer than two (one reads while the other casts), at most eight."""
+    return min(8, max(2, host_cores()))
 
 
 def _cgroup_headroom_bytes() -> int | None:

@@ -11,6 +11,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
     "DispatchError",
+    "MachineError",
     "MatchError",
     "MissingPackageError",
     "PlanError",
@@ -44,6 +45,10 @@ class MatchError(CheckpointError, RuntimeError):
 
 class DispatchError(BigModelError, RuntimeError):
     """A dispatched model is asked for something that it cannot do without being wrong."""
+
+
+class MachineError(BigModelError, ValueError):
+    """Rates of a machine that cannot be measured, read, kept or found by a name."""
 
 
 class QuantizationError(BigModelError, ValueError):

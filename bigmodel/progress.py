@@ -1,4 +1,4 @@
-"""One progress bar for long work: in bytes, on the main process only, with a switch."""
+"""One progress bar for long work: in bytes or steps, on the main process only, with a switch."""
 
 from __future__ import annotations
 
@@ -31,13 +31,21 @@ def environment_flag(name: str, default: bool = False) -> bool:
 
 
 class Progress:
-    """A progress bar in bytes, safe to be advanced from several threads.
+    """A progress bar in bytes (or in steps, where `unit` names them), safe to be advanced from several threads.
 
-    `show=None` shows it on an interactive terminal, on the main process (`RANK` unset or 0), unless `BIGMODEL_QUIET=1`.
-    `callback(done_bytes, total_bytes)` is called at every step whether or not the bar is shown.
+    `total_bytes`, `done_bytes` and `advance` count steps then. `show=None` shows it on an interactive terminal, on the main process (`RANK`
+    unset or 0), unless `BIGMODEL_QUIET=1`. `callback(done_bytes, total_bytes)` is called at every step whether or not the bar is shown.
     """
 
-    def __init__(self, total_bytes: int, description: str, *, show: bool | None = None, callback: ProgressCallback | None = None) -> None:
+    def __init__(
+        self,
+        total_bytes: int,
+        description: str,
+        *,
+        show: bool | None = None,
+        callback: ProgressCallback | None = None,
+        unit: str = "B",
+    ) -> None:
         if show is None:
             show = sys.stderr.isatty() and not environment_flag("QUIET")
         self.total_bytes = total_bytes
@@ -47,8 +55,8 @@ class Progress:
         self._bar = tqdm(
             total=total_bytes,
             desc=description,
-            unit="B",
-            unit_scale=True,
+            unit=unit,
+            unit_scale=unit == "B",
             unit_divisor=1024,
             disable=not show or os.environ.get("RANK", "0") != "0",
         )

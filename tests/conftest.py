@@ -6,7 +6,9 @@ See tests/simulator/README.md.
 from __future__ import annotations
 
 import gc
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -21,6 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 sys.path.insert(0, str(Path(__file__).parent / "simulator"))
 
 import simdev
+
+# Plans are made with what a developer's machine was measured to do, where it was. Tests see none of it.
+os.environ["BIGMODEL_CACHE"] = str(Path(tempfile.gettempdir()) / f"bigmodel-tests-{os.getpid()}")
 
 AcceleratorsFactory = Callable[..., list[torch.device]]
 

@@ -11,10 +11,10 @@ from typing import Final
 import torch
 from torch import nn
 
+from ..atomic import folder_to_write, write_atomically
 from ..constants import OFFLOAD_INDEX_NAME
 from ..errors import CheckpointError
 from ..modules import named_module_tensors
-from .atomic import folder_to_write, write_atomically
 from .offload_folder import OffloadedWeightsLoader, offload_state_dict, read_offload_index
 
 __all__ = ["OWNER_NAME", "check_owner", "fill_folder", "write_owner"]

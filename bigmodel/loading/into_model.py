@@ -14,12 +14,12 @@ import torch
 import torch.distributed
 from torch import nn
 
+from ..atomic import folder_to_write, write_atomically
 from ..constants import OFFLOAD_INDEX_NAME
 from ..device_map import normalized, unknown_entries
 from ..devices import DeviceKey
 from ..errors import BigModelError, CheckpointError, PlanError
 from ..progress import ProgressCallback
-from .atomic import folder_to_write, write_atomically
 from .checkpoint import Checkpoint
 from .dtypes import dtype_rule
 from .folder_owner import OWNER_NAME, check_owner, write_owner

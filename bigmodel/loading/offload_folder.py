@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..atomic import folder_to_write, write_atomically
 from ..constants import OFFLOAD_INDEX_NAME
 from ..devices import as_device
 from ..errors import CheckpointError, CheckpointNotFoundError
-from .atomic import folder_to_write, write_atomically
 from .checkpoint import Checkpoint
 from .dtypes import as_dtype
 from .host_memory import empty_host_tensor

@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from ..devices import reading_threads
 from ..errors import MatchError
 from ..progress import Progress
 from .copying import copy_rounded, put_range
@@ -19,7 +20,7 @@ from .location import CheckpointFile
 from .ranges import GAP_BYTES, STAGED_BYTES, Batch, Range, ReadPlan, plan_reads
 from .remote.reader import RemoteReader
 from .transfer import Computation, Piece, Transfer
-from .workers import worker_count, workers
+from .workers import workers
 
 __all__ = ["Reader"]
 
@@ -71,7 +72,7 @@ class Reader:
         pending = _Shared(plan.batches, descriptors)
         stop = threading.Event()
         pool = workers()
-        count = min(worker_count(), len(plan.batches))
+        count = min(reading_threads(), len(plan.batches))
         futures = [pool.submit(_drain, pending, flat, descriptors, progress, stop) for _ in range(count)]
         try:
             for future in futures:

@@ -14,10 +14,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from ..atomic import folder_to_write, write_all
 from ..constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_PATTERN_NAME
 from ..errors import CheckpointError
 from ..protocols import TensorSpec
-from .atomic import folder_to_write, write_all
 from .formats.safetensors import DTYPE_NAMES
 
 __all__ = ["Fetch", "save_model"]

@@ -5,22 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
 
 import torch
 
-__all__ = ["MAX_WORKERS", "worker_count", "workers"]
+from ..devices import reading_threads
 
-MAX_WORKERS: Final = 8
+__all__ = ["workers"]
 
 _lock = threading.Lock()
 _pools: dict[int, ThreadPoolExecutor] = {}
-
-
-def worker_count() -> int:
-    """Threads that read at once: one a core, but no fewer than two (one reads while the other casts), at most `MAX_WORKERS`."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MAX_WORKERS, max(2, cores))
 
 
 def workers() -> ThreadPoolExecutor:
@@ -28,7 +21,7 @@ def workers() -> ThreadPoolExecutor:
     with _lock:
         pool = _pools.get(os.getpid())
         if pool is None:
-            pool = _pools[os.getpid()] = _started(worker_count())
+            pool = _pools[os.getpid()] = _started(reading_threads())
         return pool
 
 

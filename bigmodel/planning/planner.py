@@ -19,7 +19,9 @@ from .infer import map_entries, refuse_unplaced
 from .items import Inventory, Unit, buffer_bytes, join_tied
 from .memory import measured_budgets, parse_budgets
 from .needs import Needs, Workload
+from .objective import choose
 from .plan import DeviceUse, Plan
+from .predicting import MachineLike, find_machine, predicted
 from .request import Request
 from .shared_work import SharedWork
 from .sizes import DtypeLike
@@ -43,6 +45,8 @@ def plan(
     context: int | None = None,
     cache_dtype: DtypeLike | None = None,
     formats: Sequence[WeightFormat] = (),
+    machine: MachineLike | None = None,
+    objective: str | None = None,
     advice: bool = True,
 ) -> Plan:
     """Decides where every weight of `model` (on meta or real) shall live, so that as few bytes as possible travel per step.
@@ -62,12 +66,18 @@ def plan(
     KV cache (in `cache_dtype`, by default that of the activations), activations, logits; without it, budgets are for weights alone.
     `advice` says what would help where something travels, which takes some more plans; `formats` are the packed formats it may propose.
 
+    `machine` says how fast the devices are, for `Plan.prediction`: a `Machine`, "measured" (what `bigmodel bench` kept), or names of
+    accelerators ("RTX 4090" for all, `{0: "RTX 4090", 1: "T4"}`); without it what is known of this machine. With `objective` "latency" the
+    plan leaves out devices that a step is expected to be faster without; with "throughput" it takes the batch (`batch` or more) that is
+    expected to give the most tokens per second within the budgets. Without it, fewest bytes moved is all that counts.
+
     Raises `PlanError` (a ValueError) for a model without tensors, an unknown device or mode, a size that cannot be read, a host budget
     that leaves no room for the largest group to pass through, and a "disk" budget that leaves something without a place.
     """
+    budgets = measured_budgets() if max_memory is None else parse_budgets(max_memory)
     request = Request(
         model,
-        measured_budgets() if max_memory is None else parse_budgets(max_memory),
+        budgets,
         no_split_module_classes,
         dtype,
         special_dtypes,
@@ -75,10 +85,12 @@ def plan(
         mode,
         offload_buffers,
         Workload(batch, context, cache_dtype),
+        find_machine(machine, budgets),
+        objective,
     )
-    work = SharedWork()
-    found = _solved(request, work)
-    return replace(found, advice=advise(request, found, partial(_solved, work=work), formats)) if advice else found
+    solve = partial(_solved, work=SharedWork())
+    request, found = choose(request, solve)
+    return replace(found, advice=advise(request, found, solve, formats)) if advice else found
 
 
 def _solved(request: Request, work: SharedWork) -> Plan:
@@ -100,7 +112,8 @@ def _solved(request: Request, work: SharedWork) -> Plan:
             notes.append(f"Buffers of offloaded modules travel with them: device {assignment.main!r} has no room to keep them all.")
     refuse_unplaced(units, assignment, budgets)
     notes += _passage_notes(units, assignment, budgets)
-    return _described(request, inventory, needs, units, assignment, offload_buffers, notes)
+    found = _described(request, inventory, needs, units, assignment, offload_buffers, notes)
+    return replace(found, prediction=predicted(request, inventory, units, assignment, offload_buffers=offload_buffers))
 
 
 def _first_compute(budgets: Mapping[DeviceKey, int]) -> DeviceKey:

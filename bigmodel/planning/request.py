@@ -9,13 +9,15 @@ from torch import nn
 
 from ..devices import DeviceKey
 from ..errors import PlanError
+from ..machine import Machine
 from ..protocols import WeightFormat
 from .needs import Workload
 from .sizes import DtypeLike
 
-__all__ = ["MODES", "Request"]
+__all__ = ["MODES", "OBJECTIVES", "Request"]
 
 MODES = ("auto", "balanced", "balanced_low_0", "sequential")
+OBJECTIVES = (None, "latency", "throughput")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,12 @@ class Request:
     mode: str = "auto"
     offload_buffers: bool = False
     workload: Workload = field(default_factory=Workload)
+    machine: Machine | None = None
+    """The rates to predict with; None: nothing is predicted."""
+    objective: str | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise PlanError(f"Mode {self.mode!r} is unknown. Use one of {', '.join(MODES)}.")
+        if self.objective not in OBJECTIVES:
+            raise PlanError(f"Objective {self.objective!r} is unknown. Use 'latency' or 'throughput', or none.")

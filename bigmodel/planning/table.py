@@ -136,10 +136,11 @@ def reasons(plan: Plan) -> list[str]:
             found.append(f"{bytes_text(on_disk)} rest on disk: cpu is that much short.")
     if plan.prediction is not None:
         expected = plan.prediction
+        basis = {"measured": "measured rates", "table": "published rates", "guess": "published and guessed rates"}[expected.source]
         found.append(
-            f"Expected: {seconds_text(expected.decode_seconds)} per step ({expected.tokens_per_second:.3g} tokens per second), "
-            f"{seconds_text(expected.prefill_seconds)} for the prompt, {seconds_text(expected.load_seconds)} to load; "
-            f"decoding waits for {expected.binds}."
+            f"Expected ({basis}): {seconds_text(expected.decode_seconds)} per step ({expected.tokens_per_second:.3g} tokens per second), "
+            f"{seconds_text(expected.prefill_seconds)} for a prompt of {expected.context} tokens, {seconds_text(expected.load_seconds)} to "
+            f"load; decoding waits for the {expected.binds}."
         )
     return [*found, *plan.notes]
 

@@ -31,7 +31,7 @@ def with_run(made: Plan) -> Plan:
         context=4096,
         weight_format="nf4",
         advice=(Advice("4-bit weights (nf4)", 0, 0, 0, fits=True), Advice("64.0 GiB more RAM", 0, made.moved_bytes, 0, False, 0.2)),
-        prediction=Prediction(90.0, 2.5, 0.125, "the copies to device 0", 2),
+        prediction=Prediction(90.0, 2.5, 0.125, "link to device 0", 2, 4096),
     )
 
 
@@ -78,7 +78,10 @@ def test_prediction_and_advice_are_said() -> None:
     text = str(with_run(offloading()))
     assert "Decoder: 28.12 KiB as nf4, runs on device 0, 2 sequences of 4096 tokens" in text
     flowing = " ".join(text.split())
-    assert "Expected: 125 ms per step (16 tokens per second), 2.5 s for the prompt, 1.5 min to load; decoding waits for" in flowing
+    assert (
+        "Expected (measured rates): 125 ms per step (16 tokens per second), 2.5 s for a prompt of 4096 tokens, 1.5 min to load" in flowing
+    )
+    assert "decoding waits for the link to device 0" in flowing
     after = [line.split() for line in text.split("What would help:\n")[1].splitlines()]
     assert after[0] == ["-", "4-bit", "weights", "(nf4)", "nothing", "has", "to", "move"]
     assert after[1] == ["-", "64.0", "GiB", "more", "RAM", "nothing", "on", "disk;", "200", "ms", "per", "token"]

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import BigModelError, CheckpointError
+from .errors import BigModelError, CheckpointError
 
 __all__ = ["atomic_file", "folder_to_write", "write_all", "write_atomically"]
 

@@ -1,0 +1,107 @@
+"""The prediction of a plan: the machine that is meant, and the cost model applied to where everything goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from ..devices import DeviceKey, accelerators, as_key, device_name
+from ..errors import MachineError, PlanError
+from ..machine import Machine
+from ..measuring import kept_machine
+from .cost import Moving, Prediction, predict
+from .hardware import named_machine
+from .items import Inventory, Unit
+from .request import Request
+from .solver import Assignment
+from .stages import run_of, stages_of
+from .table import device_text
+
+__all__ = ["MachineLike", "find_machine", "predicted"]
+
+MachineLike: TypeAlias = Machine | str | Sequence[str] | Mapping[object, str]
+"""Rates, `"measured"`, or names of accelerators (`planning.hardware`): one for all, one after the other, or by device."""
+
+
+def find_machine(machine: MachineLike | None, budgets: Mapping[DeviceKey, int]) -> Machine | None:
+    """The machine that is meant. None where nothing is named and nothing is known of the devices that `budgets` offers.
+
+    Without a name: the kept figures of this machine, else the table's where this machine's accelerators are in it. The host of named
+    accelerators is this machine where it was measured, else a typical desktop. Raises `PlanError` for `"measured"` where nothing was
+    measured, and `MachineError` for a name that the table does not have.
+    """
+    kept = None if isinstance(machine, Machine) else kept_machine()
+    if machine is None:
+        found = kept or _looked_up()
+        return found if found is not None and not _unknown(found, budgets) else None
+    if machine == "measured" and kept is None:
+        raise PlanError("machine='measured', but this machine has not been measured yet: run `bigmodel bench` once.")
+    found = _named(machine, budgets, kept)
+    unknown = ", ".join(map(device_text, _unknown(found, budgets)))
+    if unknown:
+        raise MachineError(f"The machine has no rates for {unknown}, only for {', '.join(map(device_text, found.devices))}.")
+    return found
+
+
+def _named(machine: MachineLike, budgets: Mapping[DeviceKey, int], kept: Machine | None) -> Machine:
+    if isinstance(machine, Machine):
+        return machine
+    if machine == "measured":
+        assert kept is not None
+        return kept
+    if isinstance(machine, str):
+        return named_machine(dict.fromkeys(_accelerators(budgets), machine), kept)
+    if isinstance(machine, Mapping):
+        return named_machine({as_key(device, where="in machine"): name for device, name in machine.items()}, kept)
+    return named_machine(machine, kept)
+
+
+def _accelerators(budgets: Mapping[DeviceKey, int]) -> list[DeviceKey]:
+    return [key for key in budgets if key not in ("cpu", "disk")]
+
+
+def _unknown(machine: Machine, budgets: Mapping[DeviceKey, int]) -> list[DeviceKey]:
+    """The devices that might compute and that the machine has no rates for."""
+    return [key for key in (*_accelerators(budgets), "cpu") if key not in machine.devices]
+
+
+def _looked_up() -> Machine | None:
+    """This machine by the names of its accelerators; None where it has none, or the table lacks one."""
+    names = {as_key(device): device_name(device) for device in accelerators()}
+    try:
+        return named_machine(names) if names else None
+    except MachineError:
+        return None
+
+
+def predicted(
+    request: Request, inventory: Inventory, units: Sequence[Unit], assignment: Assignment, *, offload_buffers: bool
+) -> Prediction | None:
+    """Seconds that the assignment is expected to take; None where the request names no machine."""
+    if request.machine is None:
+        return None
+    machine = _with_others(request.machine, request.budgets)
+    run = run_of(request.model, request.dtype, request.workload.batch)
+    stages = stages_of(request.model, inventory, units, assignment, run, offload_buffers=offload_buffers)
+    moving = Moving(assignment.slots, cached_bytes=_cached_bytes(machine, request, units, assignment))
+    return predict(stages, machine, run, moving, request.workload.context)
+
+
+def _with_others(machine: Machine, budgets: Mapping[DeviceKey, int]) -> Machine:
+    """The machine with a card that it lacks (one that advice thinks of) being like its largest."""
+    known = [key for key in _accelerators(budgets) if key in machine.devices]
+    lacking = [key for key in _accelerators(budgets) if key not in machine.devices]
+    if not lacking or not known:
+        return machine
+    like = machine.devices[max(known, key=lambda key: budgets[key])]
+    return replace(machine, devices={**machine.devices, **dict.fromkeys(lacking, like)})
+
+
+def _cached_bytes(machine: Machine, request: Request, units: Sequence[Unit], assignment: Assignment) -> int | None:
+    """What the plan leaves of the RAM, for the page cache."""
+    memory_bytes = machine.devices["cpu"].memory_bytes or request.budgets.get("cpu")
+    if memory_bytes is None:
+        return None
+    used_bytes = sum(unit.total_bytes for unit, place in zip(units, assignment.places, strict=True) if place == "cpu")
+    return max(0, memory_bytes - used_bytes - (assignment.reserve_bytes if assignment.main == "cpu" else 0))
