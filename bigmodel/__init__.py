@@ -23,7 +23,8 @@ from .errors import (
 )
 from .integrations.transformers import from_pretrained
 from .loading import Checkpoint, init_empty_weights, init_on_device, load_checkpoint_in_model
-from .planning import Plan, infer_auto_device_map, plan
+from .planning import Plan, infer_auto_device_map
+from .plans import plan
 
 __all__ = [
     "BigModelError",

@@ -23,6 +23,8 @@ MOST: Final = 6
 """Changes that are worth reading."""
 WORTH_SAYING: Final = 0.02
 """Share of the bytes that travel (or rest on disk) that a change has to save."""
+NEGLIGIBLE: Final = 0.001
+"""Share of the model that may travel without being worth a word."""
 BIGGER_CARD: Final = 4
 """How many times its memory a card may grow to be thought of as another card."""
 SMALLEST_CONTEXT: Final = 256
@@ -42,7 +44,7 @@ class Advice:
     disk_bytes: int
     """Bytes that would rest on disk."""
     fits: bool
-    """Whether everything would stay on the devices that compute, accelerators where there are any."""
+    """Whether everything would stay on the devices that compute, accelerators where there are any; but for a thousandth of the model."""
     token_seconds: float | None = None
     """Seconds per decoded token, over the batch, where the plan has a prediction."""
 
@@ -58,10 +60,10 @@ class _Change:
 def advise(request: Request, found: Plan, solve: Callable[[Request], Plan], formats: Sequence[WeightFormat]) -> tuple[Advice, ...]:
     """The changes that would let fewer bytes travel than `found` does, or fewer of them from disk, the best first.
 
-    None if nothing travels, unless that is so because no accelerator can run the model, and the CPU does. `solve` plans a changed request,
-    without advice. Proposed are half precision, packed `formats`, a shorter context and a smaller batch (the largest that lets everything
-    stay, by halving), another card like the largest, a bigger one, and more RAM where something rests on disk. Only where none of them lets
-    everything stay, a packed format together with one of the others.
+    None if nothing to speak of travels, unless that is so because no accelerator can run the model, and the CPU does. `solve` plans a
+    changed request, without advice. Proposed are half precision, packed `formats`, a shorter context and a smaller batch (the largest that
+    lets everything stay, by halving), another card like the largest, a bigger one, and more RAM where something rests on disk. Only where
+    none of them lets everything stay, a packed format together with one of the others.
     """
     if _fits(found):
         return ()
@@ -89,7 +91,7 @@ def _gives_way(made: Plan) -> bool:
 
 
 def _fits(made: Plan) -> bool:
-    return made.moved_bytes == 0 and not _gives_way(made)
+    return made.moved_bytes <= NEGLIGIBLE * made.total_bytes and not _gives_way(made)
 
 
 def _helps(made: Plan, found: Plan) -> bool:
@@ -144,8 +146,8 @@ def _other_weights(request: Request, formats: Sequence[WeightFormat]) -> Iterato
 
 
 def _bits(format_: WeightFormat) -> int:
-    """Bits of an element in a matrix of a usual size, its companions rounded away."""
-    return round(8 * format_.packed_bytes(TensorSpec((4096, 4096), torch.bfloat16)) / 4096**2)
+    """Bits of an element in a matrix of a usual size, without its companions."""
+    return int(8 * format_.packed_bytes(TensorSpec((4096, 4096), torch.bfloat16)) / 4096**2)
 
 
 def _is_wide(request: Request) -> bool:

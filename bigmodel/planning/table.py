@@ -113,9 +113,9 @@ def advice_rows(plan: Plan) -> list[tuple[str, str]]:
 
 def _effect(plan: Plan, advice: Advice) -> str:
     if advice.main_device != plan.main_device:
-        moved = "nothing has to move" if advice.fits else f"{bytes_text(advice.moved_bytes)} move per step"
+        moved = f"{bytes_text(advice.moved_bytes)} move per step" if advice.moved_bytes else "nothing has to move"
         effect = f"runs on {device_text(advice.main_device)}, {moved}"
-    elif advice.fits:
+    elif not advice.moved_bytes:
         effect = "nothing has to move"
     elif advice.moved_bytes < plan.moved_bytes:
         effect = f"{bytes_text(advice.moved_bytes)} move per step, not {bytes_text(plan.moved_bytes)}"

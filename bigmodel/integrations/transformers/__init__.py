@@ -5,8 +5,18 @@ Importing this needs no transformers; calling anything does (`MissingPackageErro
 
 from __future__ import annotations
 
-from .empty import empty_model
+from .empty import build_empty, empty_model, is_config, load_config, resolve_dtype
+from .hub import config_folder
 from .keys import TransformersKeys
 from .pretrained import from_pretrained
 
-__all__ = ["TransformersKeys", "empty_model", "from_pretrained"]
+__all__ = [
+    "TransformersKeys",
+    "build_empty",
+    "config_folder",
+    "empty_model",
+    "from_pretrained",
+    "is_config",
+    "load_config",
+    "resolve_dtype",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ...modules import get_non_persistent_buffers, tensor_aliases
 from .initialize import compute_buffers, set_tensor
 from .package import transformers_module
 
-__all__ = ["build_empty", "empty_model", "load_config", "misfit", "resolve_dtype"]
+__all__ = ["build_empty", "empty_model", "is_config", "load_config", "misfit", "resolve_dtype"]
 
 
 def empty_model(
@@ -58,8 +59,17 @@ def load_config(path: str | os.PathLike[str], *, trust_remote_code: bool = False
     return config
 
 
-def resolve_dtype(dtype: torch.dtype | str | None, config: Any, open_checkpoint: Callable[[], Checkpoint]) -> torch.dtype:
-    """The dtype that the model is built in: the asked one, the configuration's, or that of the first floating tensor in the checkpoint."""
+def is_config(thing: object) -> bool:
+    """Whether it is a configuration object of transformers; where that was never imported, nothing is."""
+    transformers: Any = sys.modules.get("transformers")
+    return transformers is not None and isinstance(thing, transformers.PretrainedConfig)
+
+
+def resolve_dtype(dtype: torch.dtype | str | None, config: Any, open_checkpoint: Callable[[], Checkpoint] | None) -> torch.dtype:
+    """The dtype that the model is built in: the asked one, the configuration's, or that of the first floating tensor in the checkpoint.
+
+    Without a checkpoint (None) the last of these is torch's default.
+    """
     if isinstance(dtype, str) and dtype != "auto":
         named = getattr(torch, dtype.removeprefix("torch."), None)
         if not isinstance(named, torch.dtype):
@@ -72,6 +82,8 @@ def resolve_dtype(dtype: torch.dtype | str | None, config: Any, open_checkpoint:
     configured = _configured_dtype(config)
     if configured is not None:
         return configured
+    if open_checkpoint is None:
+        return torch.get_default_dtype()
     floating = [entry.dtype for entry in open_checkpoint().entries.values() if entry.dtype.is_floating_point]
     # One-byte floats only mean something together with their scales; nothing is computed in them.
     wide = [found for found in floating if found.itemsize > 1]

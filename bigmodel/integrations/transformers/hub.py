@@ -15,9 +15,10 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from ...constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from ...errors import CheckpointError, CheckpointNotFoundError
+from ...loading.location import HubRepository
 from ...loading.remote import explained
 
-__all__ = ["resolve"]
+__all__ = ["config_folder", "resolve"]
 
 _WEIGHTS: Final = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME)
 """What a checkpoint can begin with; the first one that the repository has is taken, the others are not fetched."""
@@ -58,6 +59,29 @@ def resolve(
         code = partial(snapshot_download, name, revision=folder.name, local_files_only=local_files_only, allow_patterns="*.py")
         explained(name, revision, code)
     return folder
+
+
+def config_folder(repository: HubRepository, *, trust_remote_code: bool = False) -> Path | None:
+    """The folder in the hub's cache with a model's `config.json`, which is fetched (and code, if it may run), but no weights.
+
+    None where the repository has none. Raises `CheckpointNotFoundError` and `CheckpointError` as `resolve` does.
+    """
+    name, subfolder = repository.name, f"{repository.path}/" if repository.path else ""
+
+    def fetch() -> str | None:
+        try:
+            return hf_hub_download(name, f"{subfolder}config.json", revision=repository.revision)
+        except LocalEntryNotFoundError:
+            raise
+        except EntryNotFoundError:
+            return None
+
+    config = explained(name, repository.revision, fetch)
+    if config is None:
+        return None
+    if trust_remote_code:
+        explained(name, repository.revision, partial(snapshot_download, name, revision=repository.revision, allow_patterns="*.py"))
+    return Path(config).parent
 
 
 def _fetch_rest(name: str, fetch: Callable[[str], str]) -> None:

@@ -1,0 +1,111 @@
+"""`bigmodel.plan`: plans a model from whatever is known of it, a module or the headers of a checkpoint that is not here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from . import planning
+from .planning import Plan
+from .planning.sizes import DtypeLike
+from .protocols import WeightFormat
+from .quantization import FORMAT_NAMES, weight_format
+from .sources import MatrixFormat, Tree, Wanted, find_tree
+
+__all__ = ["plan"]
+
+ADVISED_FORMATS: Final = ("int8", "nf4")
+
+
+def plan(
+    source: nn.Module | str | os.PathLike[str] | Mapping[str, Any] | Any,
+    max_memory: Mapping[Any, int | str] | None = None,
+    *,
+    dtype: DtypeLike | WeightFormat | None = None,
+    context: int | None = None,
+    batch: int = 1,
+    cache_dtype: DtypeLike | None = None,
+    no_split_module_classes: str | Collection[str] | None = None,
+    special_dtypes: Mapping[str, DtypeLike] | None = None,
+    mode: str = "auto",
+    offload_buffers: bool = False,
+    model_class: Any = None,
+    trust_remote_code: bool = False,
+) -> Plan:
+    """Decides where every weight of a model shall live, and says why. Nothing is loaded, no hardware is needed.
+
+    Args:
+        source: what is known of the model:
+
+            - a module, real or on meta;
+            - a configuration of transformers;
+            - a checkpoint on this machine (file, folder, `*.index.json`), of which only the headers are read. With a `config.json` beside
+              it and transformers installed, the model's own code says what there is; otherwise the tensors' names and shapes do;
+            - a repository on the hub (`"owner/name"`), of which the headers and `config.json` are fetched, no weights;
+            - a dump of headers: a `.json` file, or the mapping in it, as `bigmodel inspect --json` prints it, as it stands in a safetensors
+              file, or plain `{name: {"dtype": "bfloat16", "shape": [4096, 4096]}}`.
+        max_memory: what each device offers, in bytes or as text (`{0: "24GiB", "cpu": "64GB", "disk": "1TB"}`); devices need not exist.
+            Devices that are not named are not used, except "disk". Without it this machine is measured.
+        dtype: what floating weights are loaded as, a torch dtype or its name; or a packed format (`"nf4"`, `"nf4-dq"`, `"fp4"`, `"int8"`).
+        context: tokens per sequence, prompt and answer together: the plan keeps room for the KV cache, activations and logits.
+        batch: sequences that run together.
+        cache_dtype: of the KV cache; by default that of the activations.
+        no_split_module_classes: names of classes that are never split across devices; found in the model without it.
+        special_dtypes: dtypes of single tensors, by name.
+        mode: "auto" and "balanced" fill accelerators evenly if everything fits, "balanced_low_0" leaves the first as empty as it can be,
+            "sequential" fills one after the other.
+        offload_buffers: whether the buffers of offloaded modules travel with them.
+        model_class: a model class of transformers, an `Auto…` class, or the name of either, for a configuration that names no architecture,
+            or another one than is meant.
+        trust_remote_code: whether code that lies beside a checkpoint may run.
+
+    Returns:
+        The plan: `print` it, hand it to a loader as `device_map`, `plot` it, keep it as text (`to_json`).
+
+    Raises:
+        PlanError: a model without tensors, an unknown device, a size that cannot be read, or budgets that cannot work. CheckpointError:
+        a damaged checkpoint or dump, or none. MissingPackageError: a package that `source` needs is not installed.
+    """
+    packed, plain_dtype = _split_dtype(dtype)
+    buildable = _buildable(plain_dtype)
+    tree = find_tree(source, Wanted(buildable, model_class, trust_remote_code))
+    made = planning.plan(
+        tree.model,
+        max_memory,
+        no_split_module_classes=no_split_module_classes,
+        dtype=None if tree.is_built and buildable else plain_dtype,
+        special_dtypes=special_dtypes,
+        mode=mode,
+        offload_buffers=offload_buffers,
+        weight_format=None if packed is None else _fitting(packed, tree),
+        batch=batch,
+        context=context,
+        cache_dtype=cache_dtype,
+        formats=[_fitting(weight_format(name), tree) for name in ADVISED_FORMATS],
+    )
+    return replace(made, model=tree.name or made.model, notes=(*made.notes, *tree.notes))
+
+
+def _fitting(packed: WeightFormat, tree: Tree) -> WeightFormat:
+    """The format, as it can be counted in this tree."""
+    return MatrixFormat(packed) if tree.is_skeleton else packed
+
+
+def _split_dtype(dtype: DtypeLike | WeightFormat | None) -> tuple[WeightFormat | None, DtypeLike | None]:
+    """A packed format, or a dtype."""
+    if isinstance(dtype, str) and dtype in FORMAT_NAMES:
+        return weight_format(dtype), None
+    if isinstance(dtype, WeightFormat):
+        return dtype, None
+    return None, None if isinstance(dtype, str) and dtype == "auto" else dtype
+
+
+def _buildable(dtype: DtypeLike | None) -> torch.dtype | None:
+    """The dtype, if a model of transformers can be built in it: then what its class keeps in float32 stays so."""
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    return found if isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize > 1 else None

@@ -1,0 +1,200 @@
+"""A tree to plan from whatever is known of a model: its code, its configuration, or the headers of a checkpoint that is not here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from .errors import BigModelError, CheckpointError, CheckpointNotFoundError, PlanError
+from .header_dump import read_dump, specs_in
+from .integrations.transformers import build_empty, config_folder, is_config, load_config, resolve_dtype
+from .loading import Checkpoint
+from .loading.location import HubRepository, RemoteFile, located
+from .modules import find_blocks
+from .planning import skeleton
+from .protocols import TensorSpec, WeightFormat
+
+__all__ = ["MatrixFormat", "Tree", "Wanted", "find_tree"]
+
+SAME_SIZE: Final = 2
+"""How many times as many elements as its configuration describes a checkpoint may have: tied weights are stored once or twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How a model of transformers is to be built."""
+
+    dtype: torch.dtype | None = None
+    """None: what the configuration, or the checkpoint, says."""
+    model_class: Any = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A module tree to plan."""
+
+    model: nn.Module
+    name: str = ""
+    """What to call it where its class says nothing."""
+    is_skeleton: bool = False
+    """Made from names and shapes: its modules have no classes."""
+    is_built: bool = False
+    """Built as it was wanted: in the wanted dtype, what the model keeps in float32 left out."""
+    notes: tuple[str, ...] = ()
+
+
+def find_tree(source: Any, wanted: Wanted) -> Tree:
+    """The tree of a module, a configuration, a checkpoint's place, or a dump of headers; see `bigmodel.plan`.
+
+    Raises `PlanError` for anything else, and the errors of reading what it is.
+    """
+    if isinstance(source, nn.Module):
+        return Tree(source)
+    if isinstance(source, Mapping):
+        return _of_dump(source, "The header dump")
+    if isinstance(source, str | os.PathLike):
+        return _of_place(located(source), wanted)
+    if is_config(source):
+        dtype = resolve_dtype(wanted.dtype, source, None)
+        built = build_empty(source, dtype=dtype, model_class=wanted.model_class, trust_remote_code=wanted.trust_remote_code)
+        return Tree(built, is_built=True)
+    raise PlanError(
+        f"A {type(source).__name__} cannot be planned. Give a module, a configuration of transformers, the path of a checkpoint, a "
+        "repository on the hub ('owner/name'), or a dump of headers."
+    )
+
+
+def _of_dump(dump: Any, source: str) -> Tree:
+    specs = specs_in(dump, source)
+    location, config = (dump.get(key) if isinstance(dump.get("tensors"), Mapping) else None for key in ("location", "config"))
+    return _of_specs(specs, str(location or source), config if isinstance(config, Mapping) else None)
+
+
+def _of_specs(specs: Mapping[str, TensorSpec], name: str, config: Mapping[str, Any] | None, *notes: str) -> Tree:
+    model: Any = skeleton(specs)
+    if config is not None:
+        model.config = config
+    headers_only = "Planned from the headers of the checkpoint alone: what the model's code computes is not counted."
+    return Tree(model, name, is_skeleton=True, notes=(*notes, headers_only))
+
+
+def _of_place(place: Path | RemoteFile | HubRepository, wanted: Wanted) -> Tree:
+    """What the configuration beside a checkpoint describes; where that is not to be had, what the checkpoint's headers say."""
+    if isinstance(place, Path) and _is_dump(place):
+        return _of_dump(read_dump(place), str(place))
+    folder = _config_folder(place, wanted)
+    if folder is None:
+        return _of_headers(place, None)
+    config = _read_config(folder / "config.json")
+    try:
+        return _of_config(place, folder, config, wanted)
+    except _NoUseError as reason:
+        try:
+            return _of_headers(place, config, str(reason))
+        except CheckpointNotFoundError:  # there is nothing but the configuration
+            cause = reason.__cause__
+            raise (cause if isinstance(cause, BigModelError) else PlanError(f"{place}: {reason}")) from None
+
+
+def _is_dump(file: Path) -> bool:
+    return file.suffix == ".json" and not file.name.endswith(".index.json") and file.name != "config.json" and file.is_file()
+
+
+def _config_folder(place: Path | RemoteFile | HubRepository, wanted: Wanted) -> Path | None:
+    """The folder with the `config.json` that belongs to a checkpoint; None where there is none."""
+    if isinstance(place, HubRepository):
+        return config_folder(place, trust_remote_code=wanted.trust_remote_code)
+    if isinstance(place, RemoteFile):
+        return None
+    folder = place if place.is_dir() else place.parent
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _opened(place: Path | RemoteFile | HubRepository) -> Checkpoint:
+    if isinstance(place, Path):
+        return Checkpoint.open(place.parent if place.name == "config.json" else place)
+    return Checkpoint.open(place.url if isinstance(place, RemoteFile) else str(place))
+
+
+def _of_headers(place: Path | RemoteFile | HubRepository, config: Mapping[str, Any] | None, *notes: str) -> Tree:
+    specs = {name: TensorSpec(entry.shape, entry.dtype) for name, entry in _opened(place).entries.items()}
+    return _of_specs(specs, place.name or str(place), config, *notes)
+
+
+def _read_config(file: Path) -> Mapping[str, Any]:
+    config = read_dump(file)
+    if not isinstance(config, Mapping):
+        raise CheckpointError(f"{file}: is not a configuration (a JSON object).")
+    return config
+
+
+class _NoUseError(Exception):
+    """Why a configuration does not say what there is."""
+
+
+def _of_config(place: Path | RemoteFile | HubRepository, folder: Path, described: Mapping[str, Any], wanted: Wanted) -> Tree:
+    if "quantization_config" in described or "compression_config" in described:
+        raise _NoUseError("The checkpoint is quantized: its tensors are counted as they are stored.")
+    try:
+        config = load_config(folder, trust_remote_code=wanted.trust_remote_code)
+        dtype = _dtype(config, place, wanted)
+        model = build_empty(config, dtype=dtype, model_class=wanted.model_class, trust_remote_code=wanted.trust_remote_code)
+    # Code of a model from elsewhere, or a configuration of another version, fails in its own words.
+    except Exception as error:
+        raise _NoUseError(f"Its config.json was of no use ({' '.join(str(error).split())[:200]}).") from error
+    if isinstance(place, Path) and place.is_file() and place.name != "config.json":
+        _refuse_other_size(model, Checkpoint.open(place))
+    return Tree(model, is_built=True)
+
+
+def _dtype(config: Any, place: Path | RemoteFile | HubRepository, wanted: Wanted) -> torch.dtype:
+    try:
+        return resolve_dtype(wanted.dtype, config, lambda: _opened(place))
+    except CheckpointNotFoundError:  # there is nothing but the configuration
+        return resolve_dtype(wanted.dtype, config, None)
+
+
+def _refuse_other_size(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Refuses the configuration of another model, as beside a single shard or an adapter."""
+    described = sum(parameter.numel() for parameter in model.parameters())
+    stored = sum(entry.numel for entry in checkpoint.entries.values())
+    if not described <= stored * SAME_SIZE <= described * SAME_SIZE**2:
+        raise _NoUseError(
+            f"The config.json beside it describes a {type(model).__name__} of {described:,} parameters, and the file holds {stored:,}."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixFormat:
+    """A packed format over a skeleton: every matrix within a block counts as a linear layer's weight."""
+
+    inner: WeightFormat
+
+    @property
+    def name(self) -> str:
+        """See `WeightFormat.name`."""
+        return self.inner.name
+
+    def packed_bytes(self, spec: TensorSpec) -> int:
+        """See `WeightFormat.packed_bytes`."""
+        return self.inner.packed_bytes(spec)
+
+    def packed_sizes(self, model: nn.Module) -> Mapping[str, int]:
+        """See `WeightFormat.packed_sizes`."""
+        blocks = tuple(f"{block}." for block in find_blocks(model))
+        known: dict[tuple[torch.Size, torch.dtype], int] = {}
+        sizes: dict[str, int] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2 and name.endswith(".weight") and parameter.is_floating_point() and name.startswith(blocks):
+                key = parameter.shape, parameter.dtype
+                if key not in known:
+                    known[key] = self.inner.packed_bytes(TensorSpec(tuple(parameter.shape), parameter.dtype))
+                sizes[name] = known[key]
+        return sizes
