@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from . import planning
+from .named_budgets import named_budgets
 from .planning import Plan
+from .planning.predicting import MachineLike
 from .planning.sizes import DtypeLike
 from .protocols import WeightFormat
 from .quantization import FORMAT_NAMES, weight_format
@@ -34,6 +36,8 @@ def plan(
     special_dtypes: Mapping[str, DtypeLike] | None = None,
     mode: str = "auto",
     offload_buffers: bool = False,
+    machine: MachineLike | None = None,
+    objective: str | None = None,
     model_class: Any = None,
     trust_remote_code: bool = False,
 ) -> Plan:
@@ -49,8 +53,9 @@ def plan(
             - a repository on the hub (`"owner/name"`), of which the headers and `config.json` are fetched, no weights;
             - a dump of headers: a `.json` file, or the mapping in it, as `bigmodel inspect --json` prints it, as it stands in a safetensors
               file, or plain `{name: {"dtype": "bfloat16", "shape": [4096, 4096]}}`.
-        max_memory: what each device offers, in bytes or as text (`{0: "24GiB", "cpu": "64GB", "disk": "1TB"}`); devices need not exist.
-            Devices that are not named are not used, except "disk". Without it this machine is measured.
+        max_memory: what each device offers, in bytes, as text, or as the name of an accelerator (`{0: "24GiB", 1: "RTX 4090",
+            "cpu": "64GB"}`); devices need not exist. Devices that are not named are not used, except "disk". Of a named accelerator 90 % of
+            the memory are planned with. Without `max_memory` this machine is measured.
         dtype: what floating weights are loaded as, a torch dtype or its name; or a packed format (`"nf4"`, `"nf4-dq"`, `"fp4"`, `"int8"`).
         context: tokens per sequence, prompt and answer together: the plan keeps room for the KV cache, activations and logits.
         batch: sequences that run together.
@@ -60,6 +65,11 @@ def plan(
         mode: "auto" and "balanced" fill accelerators evenly if everything fits, "balanced_low_0" leaves the first as empty as it can be,
             "sequential" fills one after the other.
         offload_buffers: whether the buffers of offloaded modules travel with them.
+        machine: how fast the devices are, for `Plan.prediction`: a `Machine`, "measured" (what `bigmodel bench` kept), or names of
+            accelerators ("RTX 4090" for all, `{0: "RTX 4090", 1: "T4"}`). Without it the names in `max_memory`, or what is known of this
+            machine.
+        objective: None moves as few bytes as possible. "latency" leaves out devices that a step is expected to be faster without;
+            "throughput" takes the batch (`batch` or more) that is expected to give the most tokens per second.
         model_class: a model class of transformers, an `Auto…` class, or the name of either, for a configuration that names no architecture,
             or another one than is meant.
         trust_remote_code: whether code that lies beside a checkpoint may run.
@@ -71,12 +81,13 @@ def plan(
         PlanError: a model without tensors, an unknown device, a size that cannot be read, or budgets that cannot work. CheckpointError:
         a damaged checkpoint or dump, or none. MissingPackageError: a package that `source` needs is not installed.
     """
+    budgets = named_budgets(max_memory)
     packed, plain_dtype = _split_dtype(dtype)
     buildable = _buildable(plain_dtype)
     tree = find_tree(source, Wanted(buildable, model_class, trust_remote_code))
     made = planning.plan(
         tree.model,
-        max_memory,
+        budgets.max_memory,
         no_split_module_classes=no_split_module_classes,
         dtype=None if tree.is_built and buildable else plain_dtype,
         special_dtypes=special_dtypes,
@@ -86,9 +97,11 @@ def plan(
         batch=batch,
         context=context,
         cache_dtype=cache_dtype,
+        machine=budgets.machine if machine is None else machine,
+        objective=objective,
         formats=[_fitting(weight_format(name), tree) for name in ADVISED_FORMATS],
     )
-    return replace(made, model=tree.name or made.model, notes=(*made.notes, *tree.notes))
+    return replace(made, model=tree.name or made.model, notes=(*made.notes, *tree.notes, *budgets.notes))
 
 
 def _fitting(packed: WeightFormat, tree: Tree) -> WeightFormat:

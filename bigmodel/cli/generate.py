@@ -10,7 +10,7 @@ from ..dispatch import placement
 from ..errors import BigModelError
 from ..integrations.transformers import from_pretrained
 from ..integrations.transformers.package import transformers_module
-from .plan import MaxMemory, parse_max_memory
+from .budgets import MaxMemory, parse_max_memory
 
 __all__ = ["generate"]
 

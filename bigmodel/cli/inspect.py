@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -60,6 +62,7 @@ def _facts(found: Checkpoint, depth: int) -> dict[str, Any]:
         "bytes_by_dtype": dict(by_dtype),
         "bytes_by_module": dict(by_module),
         "metadata": dict(found.metadata),
+        "config": _config(found.location),
         "tensors": {
             name: {
                 "dtype": _dtype_name(entry.dtype),
@@ -71,6 +74,17 @@ def _facts(found: Checkpoint, depth: int) -> dict[str, Any]:
             for name, entry in found.entries.items()
         },
     }
+
+
+def _config(location: Path | str) -> Any:
+    """The model's configuration that lies beside a checkpoint on this machine; None where there is none that can be read."""
+    if isinstance(location, str):
+        return None
+    file = (location if location.is_dir() else location.parent) / "config.json"
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 def _print_sizes(what: str, sizes: dict[str, int], total_bytes: int) -> None:

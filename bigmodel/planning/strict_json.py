@@ -48,6 +48,8 @@ def decode(kind: Any, value: Any, where: str = "") -> Any:
     if dataclasses.is_dataclass(kind):
         return _dataclass(kind, value, where)
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal and isinstance(value, str) and value in parts:
+        return value
     if origin is tuple and isinstance(value, list):
         return tuple(decode(parts[0], each, f"{where}[{index}]") for index, each in enumerate(value))
     if origin is dict and isinstance(value, dict):

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 import bigmodel
+from bigmodel.cli.budgets import parse_max_memory
 from bigmodel.cli.main import main
-from bigmodel.cli.plan import parse_max_memory
 from bigmodel.errors import PlanError
 
 
