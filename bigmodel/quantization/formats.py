@@ -19,23 +19,18 @@ from .selection import select
 
 __all__ = ["FORMAT_NAMES", "FourBit", "Int8", "PackedFormat", "weight_format"]
 
-FLOAT_BYTES: Final = 4
 BLOCK: Final = 64
 """Elements that share one scale (absmax)."""
 STATISTICS_BLOCK: Final = 256
 """Scales that share one scale of their own, with double quantization."""
-CODE_BYTES: Final = 16 * FLOAT_BYTES
-"""The table of the 16 values that 4 bits stand for: one a weight."""
-STATISTICS_CODE_BYTES: Final = 256 * FLOAT_BYTES
-"""The table of the 256 values that a packed scale stands for: one a weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class FourBit:
     """bitsandbytes' 4-bit formats, a `bigmodel.protocols.WeightFormat`.
 
-    Two elements a byte; one float32 scale (absmax) for each 64 elements. With double quantization the scales take a byte each, beside one
-    float32 for 256 of them and their mean.
+    Two elements a byte; one float32 scale (absmax) for each 64 elements; the table of the 16 values that 4 bits stand for. With double
+    quantization the scales take a byte each, beside one float32 for 256 of them, their mean, and the table of the values of a byte.
     """
 
     quant_type: str = "nf4"
@@ -53,16 +48,25 @@ class FourBit:
         """`"nf4"`, `"fp4"`, `"nf4-dq"` or `"fp4-dq"` (double quantization)."""
         return f"{self.quant_type}-dq" if self.double_quant else self.quant_type
 
+    def tensors(self, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
+        """The packed weight and its companions, by name: what a weight of `shape` becomes."""
+        elements = math.prod(shape)
+        blocks = -(-elements // BLOCK)
+        packed_bytes = -(-elements // 2)
+        found = {
+            "weight": TensorSpec((-(-packed_bytes // self.storage.itemsize), 1), self.storage),
+            "absmax": TensorSpec((blocks,), torch.uint8 if self.double_quant else torch.float32),
+            "quant_map": TensorSpec((16,), torch.float32),
+        }
+        if self.double_quant:
+            found["nested_absmax"] = TensorSpec((-(-blocks // STATISTICS_BLOCK),), torch.float32)
+            found["nested_quant_map"] = TensorSpec((256,), torch.float32)
+            found["nested_offset"] = TensorSpec((), torch.float32)
+        return found
+
     def packed_bytes(self, spec: TensorSpec) -> int:
         """Bytes of one weight of this shape once packed, companions included."""
-        elements = math.prod(spec.shape)
-        blocks = -(-elements // BLOCK)
-        packed = -(-elements // 2)
-        packed = -(-packed // self.storage.itemsize) * self.storage.itemsize
-        if not self.double_quant:
-            return packed + blocks * FLOAT_BYTES + CODE_BYTES
-        nested = -(-blocks // STATISTICS_BLOCK) * FLOAT_BYTES
-        return packed + blocks + nested + FLOAT_BYTES + CODE_BYTES + STATISTICS_CODE_BYTES
+        return _bytes(self.tensors(spec.shape))
 
     def packed_sizes(self, model: nn.Module) -> Mapping[str, int]:
         """Bytes once packed, by every full name of each parameter of `model` that is packed."""
@@ -83,13 +87,21 @@ class Int8:
         """`"int8"`."""
         return "int8"
 
+    def tensors(self, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
+        """The packed weight and its companion, by name: what a weight of `shape` (rows, columns) becomes."""
+        return {"weight": TensorSpec(shape, torch.int8), "SCB": TensorSpec(shape[:1], torch.float32)}
+
     def packed_bytes(self, spec: TensorSpec) -> int:
         """Bytes of one weight of this shape (rows, columns) once packed, scales included."""
-        return math.prod(spec.shape) + spec.shape[0] * FLOAT_BYTES
+        return _bytes(self.tensors(spec.shape))
 
     def packed_sizes(self, model: nn.Module) -> Mapping[str, int]:
         """Bytes once packed, by every full name of each parameter of `model` that is packed."""
         return _sizes(self, model)
+
+
+def _bytes(tensors: Mapping[str, TensorSpec]) -> int:
+    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in tensors.values())
 
 
 PackedFormat: TypeAlias = FourBit | Int8

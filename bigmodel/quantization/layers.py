@@ -1,0 +1,303 @@
+"""Packed linear layers: bitsandbytes' own, with every companion of the weight registered beside it.
+
+bitsandbytes keeps the companions (absmax, nested statistics, SCB) as attributes of the parameter or of the layer, where nothing that moves,
+offloads or counts tensors finds them. Here each is a frozen parameter of the layer: what brings the weight brings them. State dicts have
+bitsandbytes' names. Importing this imports bitsandbytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import bitsandbytes
+import torch
+from bitsandbytes.functional import QuantState
+from torch import nn
+
+from ..errors import QuantizationError
+from .config import Scheme
+from .description import DESCRIPTION, STATE_NAMES, described, description_of
+from .formats import FourBit, PackedFormat
+from .kernels import state_4bit, unpack_8bit
+from .multiply import multiply
+
+__all__ = ["Linear4bit", "Linear8bitLt", "PackedLinear", "packed_layer"]
+
+
+class PackedLinear(nn.Module):
+    """What both kinds of packed layers share."""
+
+    packing: PackedFormat
+    in_features: int
+    out_features: int
+    bias: nn.Parameter | None
+    original_dtype: torch.dtype
+    """What the weight was packed from, and is unpacked to."""
+
+    def packed_tensors(self) -> dict[str, torch.Tensor]:
+        """The packed weight and its companions, by attribute."""
+        return {name: self._parameters[name] for name in self.packing.tensors(self.shape)}  # type: ignore[misc]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the weight, were it not packed."""
+        return (self.out_features, self.in_features)
+
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes the packed weight and its companions, by attribute, as they are."""
+        for name in self.packing.tensors(self.shape):
+            self._parameters[name] = self._parameter(name, tensors[name].detach())
+
+    def unpacked(self) -> torch.Tensor:
+        """The weight (out_features, in_features), of `original_dtype`, that the packed bytes stand for."""
+        raise NotImplementedError
+
+    def _parameter(self, name: str, tensor: torch.Tensor) -> nn.Parameter:
+        return nn.Parameter(tensor, requires_grad=False)
+
+    def _fill_with_meta(self) -> None:
+        specs = self.packing.tensors(self.shape)
+        self.fill({name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()})
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Moves packed tensors and never casts them: `half()` is about what is not packed."""
+        packed = {id(tensor) for tensor in self.packed_tensors().values()}
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            result = fn(tensor)
+            return result if id(tensor) not in packed or result.dtype == tensor.dtype else tensor.to(result.device)
+
+        super()._apply(moved, recurse)
+        weight = self._parameters["weight"]
+        if weight is not None and weight.device.type != "meta":
+            self._parameters["weight"] = self._parameter("weight", weight.data)
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """The bias may be trained, packed weights may not: raises `QuantizationError` then."""
+        if requires_grad:
+            raise QuantizationError("Packed weights cannot be trained. Attach adapters (LoRA) to the layers, and train these.")
+        return super().requires_grad_(False)
+
+    def train(self, mode: bool = True) -> Any:
+        """Raises `QuantizationError` where something has asked for gradients of packed tensors: they cannot be trained."""
+        if mode and any(tensor.requires_grad for tensor in self.packed_tensors().values()):
+            self.requires_grad_(True)
+        return super().train(mode)
+
+
+class LinkedState(QuantState):
+    """The companions of a layer as bitsandbytes wants them: whoever asks the weight for its state gets what the layer holds now."""
+
+    def __init__(self, layer: Linear4bit | None) -> None:
+        self._layer = None if layer is None else weakref.ref(layer)
+
+    def __getattr__(self, name: str) -> Any:
+        layer = None if self.__dict__.get("_layer") is None else self._layer()  # type: ignore[misc]
+        if layer is None:
+            raise AttributeError(f"{name!r}: the layer that this weight belongs to is gone.")
+        return getattr(layer.quant_state, name)
+
+    def to(self, device: Any) -> None:
+        """The companions are parameters of the layer: they move with it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinkedState:
+        return self  # the copied layer makes one of its own
+
+    def __reduce__(self) -> Any:
+        return LinkedState, (None,)
+
+
+class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
+    """bitsandbytes' 4-bit layer. On the CPU it computes in any shape and dtype, with the values that were packed.
+
+    (bitsandbytes' own layer rounds its scales to bfloat16 in the first forward on a CPU that has instructions for that, and fails there
+    for weights whose sides do not divide by 32 and 64.)
+    """
+
+    packing: FourBit
+    bias: nn.Parameter | None
+    compute_dtype: torch.dtype | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        packing: FourBit,
+        compute_dtype: torch.dtype | None = None,
+        original_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(in_features, out_features, False, compute_dtype, packing.double_quant, packing.quant_type, packing.storage, "meta")
+        self.packing = packing
+        self.original_dtype = original_dtype
+        self.nested_offset_value: float | None = None
+        """With double quantization: the value of `nested_offset`, which state dicts keep as a number."""
+        self._fill_with_meta()
+
+    @property
+    def quant_state(self) -> QuantState | None:
+        """The companions as bitsandbytes wants them, as they are now."""
+        if "absmax" not in self._parameters:
+            return None
+        return state_4bit(self.packing, self.shape, self.original_dtype, self.packed_tensors())
+
+    @quant_state.setter
+    def quant_state(self, state: QuantState | None) -> None:
+        """bitsandbytes assigns one; it is made of the companions instead."""
+
+    def fill(self, tensors: Mapping[str, torch.Tensor], nested_offset: float | None = None) -> None:
+        """Takes the packed weight and its companions, by attribute. `nested_offset`: that one's value, if it is on meta."""
+        super().fill(tensors)
+        offset = tensors.get("nested_offset")
+        if nested_offset is None and offset is not None and offset.device.type != "meta":
+            nested_offset = offset.item()
+        self.nested_offset_value = nested_offset
+
+    def _parameter(self, name: str, tensor: torch.Tensor) -> nn.Parameter:
+        if name != "weight":
+            return super()._parameter(name, tensor)
+        weight: nn.Parameter = bitsandbytes.nn.Params4bit(
+            tensor,
+            requires_grad=False,
+            quant_state=LinkedState(self),
+            compress_statistics=self.packing.double_quant,
+            quant_type=self.packing.quant_type,
+            quant_storage=self.packing.storage,
+            bnb_quantized=True,
+        )
+        return weight
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        weight = self._parameters["weight"]
+        if weight is not None:
+            weight.__dict__["quant_state"] = LinkedState(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (…, in_features) → (…, out_features), of the same dtype; computed in `compute_dtype`, or in that of x."""
+        given = x.dtype
+        dtype = self.compute_dtype or given
+        bias = None if self.bias is None else self.bias.to(dtype)
+        tensors = self.packed_tensors()
+        packing, shape, original = self.packing, self.shape, self.original_dtype
+
+        def product(x: torch.Tensor, bias: torch.Tensor | None, packed: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            state = state_4bit(packing, shape, original, packed)
+            result: torch.Tensor = bitsandbytes.matmul_4bit(x, packed["weight"], quant_state=state, bias=bias)
+            return result
+
+        def unpack(packed: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            return _unpacked_4bit(packing, shape, original, packed)
+
+        return multiply(x.to(dtype), bias, tensors, product, unpack).to(given)
+
+    def unpacked(self) -> torch.Tensor:
+        """The weight (out_features, in_features), of `original_dtype`, that the packed bytes stand for."""
+        return _unpacked_4bit(self.packing, self.shape, self.original_dtype, self.packed_tensors())
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+        for name, saved in STATE_NAMES.items():
+            if prefix + name in destination:
+                destination[prefix + saved] = destination.pop(prefix + name)
+        destination.pop(prefix + "nested_offset", None)
+        description = description_of(self.packing, self.shape, self.original_dtype, self.nested_offset_value)
+        destination[f"{prefix}{DESCRIPTION}{self.packing.quant_type}"] = description
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        for name, saved in STATE_NAMES.items():
+            if prefix + saved in state_dict:
+                state_dict[prefix + name] = state_dict.pop(prefix + saved)
+        content = state_dict.pop(f"{prefix}{DESCRIPTION}{self.packing.quant_type}", None)
+        if content is not None:
+            found = described(f"{prefix}weight", content)
+            if found.shape != self.shape or found.double_quant != self.packing.double_quant:
+                raise QuantizationError(
+                    f"{prefix}weight: packed from {list(found.shape)}, double quantization {found.double_quant}; the layer has "
+                    f"{list(self.shape)}, {self.packing.double_quant}."
+                )
+            self.original_dtype = found.dtype
+            if found.nested_offset is not None:
+                self.nested_offset_value = found.nested_offset
+                state_dict[prefix + "nested_offset"] = torch.tensor(found.nested_offset)
+        nn.Module._load_from_state_dict(self, state_dict, prefix, *arguments)
+
+
+class Linear8bitLt(PackedLinear, bitsandbytes.nn.Linear8bitLt):
+    """bitsandbytes' 8-bit layer."""
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        packing: PackedFormat,
+        threshold: float = 0.0,
+        original_dtype: torch.dtype = torch.float16,
+    ) -> None:
+        super().__init__(in_features, out_features, False, has_fp16_weights=False, threshold=threshold, device="meta")
+        self.packing = packing
+        self.original_dtype = original_dtype
+        self._fill_with_meta()
+
+    @property
+    def state(self) -> Any:
+        """bitsandbytes' state of the product: the options, and the packed tensors as they are now. A new one for each who asks."""
+        kept = self.__dict__["_state"]
+        if "SCB" not in self._parameters:
+            return kept
+        state = copy.copy(kept)
+        state.CB, state.SCB = self.weight.data, self._parameters["SCB"]
+        return state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.__dict__["_state"] = state
+
+    def _parameter(self, name: str, tensor: torch.Tensor) -> nn.Parameter:
+        if name != "weight":
+            return super()._parameter(name, tensor)
+        weight: nn.Parameter = bitsandbytes.nn.Int8Params(tensor, requires_grad=False, has_fp16_weights=False)
+        return weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (…, in_features) → (…, out_features), of the same dtype."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        options = copy.copy(self.__dict__["_state"])
+        options.is_training = self.training
+
+        def product(x: torch.Tensor, bias: torch.Tensor | None, packed: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            state = copy.copy(options)
+            state.CB, state.SCB = packed["weight"], packed["SCB"]
+            result: torch.Tensor = bitsandbytes.matmul(x, packed["weight"], bias=bias, state=state)
+            return result
+
+        dtype = x.dtype
+        return multiply(x, bias, self.packed_tensors(), product, lambda packed: unpack_8bit(packed["weight"], packed["SCB"]).to(dtype))
+
+    def unpacked(self) -> torch.Tensor:
+        """The weight (out_features, in_features), of `original_dtype`, that the packed bytes stand for."""
+        packed = self.packed_tensors()
+        return unpack_8bit(packed["weight"].detach(), packed["SCB"].detach()).to(self.original_dtype)
+
+
+def _unpacked_4bit(packing: FourBit, shape: tuple[int, ...], dtype: torch.dtype, packed: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    state = state_4bit(packing, shape, dtype, packed)
+    value: torch.Tensor = bitsandbytes.functional.dequantize_4bit(packed["weight"].detach(), state)
+    return value
+
+
+def packed_layer(linear: nn.Linear, scheme: Scheme, original_dtype: torch.dtype) -> Linear4bit | Linear8bitLt:
+    """The packed layer, on meta, that takes the place of `linear`; its bias is that of `linear`."""
+    layer: Linear4bit | Linear8bitLt
+    if isinstance(scheme.format, FourBit):
+        layer = Linear4bit(linear.in_features, linear.out_features, scheme.format, scheme.compute_dtype, original_dtype)
+    else:
+        layer = Linear8bitLt(linear.in_features, linear.out_features, scheme.format, scheme.threshold, original_dtype)
+    layer.bias = linear.bias
+    layer.train(linear.training)
+    return layer

@@ -1,0 +1,230 @@
+"""Packed layers: bit for bit bitsandbytes' own, with companions that move, copy, save and load with their weight."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import bitsandbytes
+import pytest
+import torch
+from torch import nn
+
+from bigmodel.errors import QuantizationError
+from bigmodel.quantization import BnbQuantizationConfig, FourBit, Int8, scheme_of
+from bigmodel.quantization.kernels import code_4bit, nested_statistics, pack_4bit, pack_8bit
+from bigmodel.quantization.layers import Linear4bit, Linear8bitLt, packed_layer
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHAPES = [(64, 64), (40, 64), (33, 65), (300, 1001), (640, 1024)]
+
+
+def packed(linear: nn.Linear, config: BnbQuantizationConfig) -> Linear4bit | Linear8bitLt:
+    scheme = scheme_of(config)
+    layer = packed_layer(linear, scheme, linear.weight.dtype)
+    if isinstance(scheme.format, Int8):
+        weight, scales = pack_8bit(linear.weight)
+        layer.fill({"weight": weight, "SCB": scales})
+        return layer
+    weight, absmax = pack_4bit(linear.weight, scheme.format.quant_type, scheme.format.storage)
+    tensors = nested_statistics(absmax) if scheme.format.double_quant else {"absmax": absmax}
+    layer.fill({"weight": weight, "quant_map": code_4bit(scheme.format.quant_type, weight.device), **tensors})
+    return layer
+
+
+def reference(linear: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
+    """bitsandbytes' own layer for the same weights."""
+    shape = (linear.in_features, linear.out_features, linear.bias is not None)
+    if config.load_in_8bit:
+        layer = bitsandbytes.nn.Linear8bitLt(*shape, has_fp16_weights=False, threshold=config.llm_int8_threshold)
+    else:
+        layer = bitsandbytes.nn.Linear4bit(
+            *shape,
+            compute_dtype=config.bnb_4bit_compute_dtype,
+            compress_statistics=config.bnb_4bit_use_double_quant,
+            quant_type=config.bnb_4bit_quant_type,
+        )
+        layer.support_avx512bf16_for_cpu = False  # else its first forward on such a CPU rounds the scales, or fails
+    layer.weight.data = linear.weight.detach().clone()
+    if linear.bias is not None:
+        layer.bias.data = linear.bias.detach().clone()
+    return layer.to("cpu")
+
+
+def config(bits: int, **arguments: object) -> BnbQuantizationConfig:
+    return BnbQuantizationConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, **arguments)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("double", [False, True])
+def test_4bit_outputs_and_bytes_are_those_of_bitsandbytes(shape, dtype, kind, double):
+    linear = nn.Linear(shape[1], shape[0]).to(dtype)
+    wanted = config(4, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double, bnb_4bit_compute_dtype=dtype)
+    ours, theirs = packed(linear, wanted), reference(linear, wanted)
+    assert torch.equal(ours.weight, theirs.weight)
+    assert torch.equal(ours.absmax, theirs.weight.quant_state.absmax)
+    if double:
+        assert torch.equal(ours.nested_absmax, theirs.weight.quant_state.state2.absmax)
+        assert torch.equal(ours.nested_offset, theirs.weight.quant_state.offset)
+    for x in (torch.randn(3, shape[1]), torch.randn(2, 5, shape[1])):
+        x = x.to(dtype)
+        with torch.no_grad():
+            assert torch.equal(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("compute", DTYPES)
+@pytest.mark.parametrize("inputs", DTYPES)
+def test_4bit_computes_in_the_compute_dtype_and_answers_in_that_of_the_input(compute, inputs):
+    linear = nn.Linear(64, 96)
+    wanted = config(4, bnb_4bit_compute_dtype=compute)
+    ours, theirs = packed(linear, wanted), reference(linear, wanted)
+    x = torch.randn(4, 64).to(inputs)
+    with torch.no_grad():
+        result = ours(x)
+        assert result.dtype == inputs
+        assert torch.equal(result, theirs(x))
+    assert ours.bias is linear.bias
+    assert ours.bias.dtype == torch.float32  # the layer of bitsandbytes casts its bias for good
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threshold", [0.0, 1.5, 6.0])
+def test_8bit_outputs_and_bytes_are_those_of_bitsandbytes(shape, dtype, threshold):
+    linear = nn.Linear(shape[1], shape[0]).to(dtype)
+    wanted = config(8, llm_int8_threshold=threshold)
+    ours, theirs = packed(linear, wanted), reference(linear, wanted)
+    assert torch.equal(ours.weight, theirs.weight)
+    assert torch.equal(ours.SCB, theirs.weight.SCB)
+    for mode in (False, True):
+        x = torch.randn(7, shape[1]).to(dtype)
+        with torch.no_grad():
+            assert torch.equal(ours.train(mode)(x), theirs.train(mode)(x))
+
+
+FOUR = config(4, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype="fp32")
+EIGHT = config(8)
+
+
+@pytest.mark.parametrize("wanted", [FOUR, EIGHT])
+def test_layers_are_bitsandbytes_own_with_its_parameter_classes(wanted):
+    layer = packed(nn.Linear(64, 64), wanted)
+    if wanted is FOUR:
+        assert isinstance(layer, bitsandbytes.nn.Linear4bit)
+        assert type(layer.weight) is bitsandbytes.nn.Params4bit
+        assert layer.weight.dtype == torch.uint8
+        state = layer.weight.quant_state
+        value = bitsandbytes.functional.dequantize_4bit(layer.weight.data, state)  # as libraries unpack weights
+        assert torch.equal(value, layer.unpacked())
+    else:
+        assert isinstance(layer, bitsandbytes.nn.Linear8bitLt)
+        assert type(layer.weight) is bitsandbytes.nn.Int8Params
+        assert layer.weight.dtype == torch.int8
+        assert torch.equal(bitsandbytes.functional.int8_vectorwise_dequant(layer.weight.data, layer.state.SCB), layer.unpacked())
+
+
+@pytest.mark.parametrize("wanted", [FOUR, EIGHT])
+def test_casts_change_what_is_not_packed_and_nothing_else(wanted):
+    layer = packed(nn.Linear(64, 64), wanted)
+    before = {name: tensor.clone() for name, tensor in layer.packed_tensors().items()}
+    for cast in (nn.Module.half, nn.Module.float, lambda module: module.to("cpu", torch.bfloat16)):
+        cast(layer)
+        for name, tensor in layer.packed_tensors().items():
+            assert tensor.dtype == before[name].dtype
+            assert torch.equal(tensor, before[name])
+    assert layer.bias.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("wanted", [FOUR, EIGHT])
+def test_copies_are_independent(wanted):
+    layer = packed(nn.Linear(64, 64), wanted)
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        expected = layer(x)
+        twin = copy.deepcopy(layer)
+        assert torch.equal(twin(x), expected)
+        for tensor in layer.packed_tensors().values():
+            tensor.zero_()
+        assert torch.equal(twin(x), expected)
+    if wanted is FOUR:
+        assert torch.equal(twin.weight.quant_state.absmax, twin.absmax)
+        assert not torch.equal(layer.weight.quant_state.absmax, twin.absmax)
+
+
+@pytest.mark.parametrize("wanted", [FOUR, EIGHT])
+def test_a_pickled_layer_computes_the_same(wanted):
+    layer = packed(nn.Linear(64, 64), wanted)
+    stream = io.BytesIO()
+    torch.save(layer, stream)
+    stream.seek(0)
+    again = torch.load(stream, weights_only=False)
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        assert torch.equal(again(x), layer(x))
+
+
+@pytest.mark.parametrize("wanted", [FOUR, config(4), EIGHT])
+def test_state_dicts_have_the_names_and_values_of_bitsandbytes_and_load_back(wanted):
+    linear = nn.Linear(64, 96)
+    ours, theirs = packed(linear, wanted), reference(linear, wanted)
+    state, expected = ours.state_dict(), theirs.state_dict()
+    assert sorted(state) == sorted(expected)
+    for name, value in expected.items():
+        assert torch.equal(state[name], value), name
+    empty = packed_layer(nn.Linear(64, 96), scheme_of(wanted), torch.float16)
+    empty.fill({name: torch.zeros_like(tensor) for name, tensor in ours.packed_tensors().items()})
+    empty.load_state_dict(expected)
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        assert torch.equal(empty(x), ours(x))
+    again = empty.state_dict()
+    assert all(torch.equal(again[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("wanted", [FOUR, EIGHT])
+def test_gradients_reach_inputs_and_biases_and_are_those_of_bitsandbytes(wanted):
+    linear = nn.Linear(64, 96)
+    ours, theirs = packed(linear, wanted), reference(linear, wanted)
+    ours.train()
+    theirs.train()
+    x = torch.randn(5, 64)
+    gradient = torch.randn(5, 96)
+    found = []
+    for layer in (ours, theirs):
+        inputs = x.clone().requires_grad_()
+        layer.bias.grad = None
+        layer(inputs).backward(gradient)
+        found.append((inputs.grad, layer.bias.grad))
+    torch.testing.assert_close(found[0], found[1])
+    assert found[0][0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("wanted", [FOUR, EIGHT])
+def test_packed_weights_refuse_to_be_trained(wanted):
+    layer = packed(nn.Linear(64, 64), wanted)
+    with pytest.raises(QuantizationError, match=r"Packed weights cannot be trained. Attach adapters \(LoRA\)"):
+        layer.requires_grad_(True)
+    scales = layer.SCB if wanted is EIGHT else layer.nested_absmax
+    scales.requires_grad = True
+    with pytest.raises(QuantizationError, match="Packed weights cannot be trained"):
+        nn.Sequential(layer).train()
+    assert layer.requires_grad_(False).train().training
+
+
+def test_a_description_of_another_weight_is_refused():
+    layer = packed(nn.Linear(64, 96), FOUR)
+    other = packed(nn.Linear(96, 64), FOUR).state_dict()
+    with pytest.raises((QuantizationError, RuntimeError), match=r"packed from \[64, 96\]"):
+        layer.load_state_dict(other)
+
+
+def test_storage_of_other_dtypes_holds_the_same_bytes():
+    linear = nn.Linear(64, 96)
+    scheme = scheme_of(FOUR)
+    weight, absmax = pack_4bit(linear.weight, "nf4", torch.bfloat16)
+    assert weight.dtype == torch.bfloat16
+    layer = Linear4bit(64, 96, FourBit("nf4", storage=torch.bfloat16), scheme.compute_dtype, torch.float32)
+    layer.fill({"weight": weight, "absmax": absmax, "quant_map": code_4bit("nf4", weight.device)})
+    assert torch.equal(layer.unpacked(), packed(linear, config(4, bnb_4bit_quant_type="nf4")).unpacked())
