@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-__all__ = ["Read", "Store", "TensorSpec", "WeightFormat"]
+__all__ = ["Packer", "Packing", "Read", "Store", "TensorSpec", "WeightFormat"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,4 +82,36 @@ class WeightFormat(Protocol):
 
     def packed_sizes(self, model: nn.Module) -> Mapping[str, int]:
         """Bytes once packed, by full name, of every parameter of `model` that this format packs. What is left as it is does not appear."""
+        ...
+
+
+class Packing(Protocol):
+    """One weight on its way from a checkpoint to what is kept of it."""
+
+    def pack(self, start: int, rows: torch.Tensor) -> None:
+        """Takes the rows `start …` of the weight's first dimension. Called by several threads at once, in any order."""
+        ...
+
+    def finish(self) -> Mapping[str, torch.Tensor]:
+        """What is kept of the weight, by full name, once all rows are there. Called by the thread that began it."""
+        ...
+
+
+class Packer(Protocol):
+    """Takes weights from a loader, in parts, as they arrive, and says what is kept of each."""
+
+    def takes(self, name: str) -> bool:
+        """Whether the weight of this full name is packed."""
+        ...
+
+    def kept(self, name: str, spec: TensorSpec) -> Mapping[str, TensorSpec]:
+        """What will be kept of a weight, by full name."""
+        ...
+
+    def row_step(self, spec: TensorSpec) -> int:
+        """Parts begin at rows that are multiples of this."""
+        ...
+
+    def begin(self, name: str, spec: TensorSpec, device: torch.device) -> Packing:
+        """The way of one weight, whose rows come in memory of `device`, and which is kept there."""
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["empty_host_tensor"]
+__all__ = ["empty_host_tensor", "empty_tensor"]
 
 
 def empty_host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -16,3 +16,11 @@ def empty_host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tenso
     """
     with torch.inference_mode(False):  # a tensor made in inference mode cannot be filled from outside of it
         return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised contiguous tensor on any device, which any thread may fill."""
+    if device.type == "cpu":
+        return empty_host_tensor(shape, dtype)
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype, device=device)

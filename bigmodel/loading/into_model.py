@@ -20,6 +20,7 @@ from ..device_map import normalized, unknown_entries
 from ..devices import DeviceKey
 from ..errors import BigModelError, CheckpointError, PlanError
 from ..progress import ProgressCallback
+from ..protocols import Packer
 from .checkpoint import Checkpoint
 from .dtypes import dtype_rule
 from .folder_owner import OWNER_NAME, check_owner, write_owner
@@ -49,6 +50,8 @@ def load(
     ignore_unexpected: Collection[str] = (),
     strict: bool = False,
     offload_buffers: bool = False,
+    packer: Packer | None = None,
+    packed_file: Path | None = None,
     progress: bool | None = None,
     progress_callback: ProgressCallback | None = None,
 ) -> LoadReport:
@@ -61,7 +64,16 @@ def load(
     )
     found.check(strict=strict)
     _report_unexpected(model, found)
-    return materialize(model, found, device_map, offload_buffers=offload_buffers, progress=progress, progress_callback=progress_callback)
+    return materialize(
+        model,
+        found,
+        device_map,
+        offload_buffers=offload_buffers,
+        packer=packer,
+        packed_file=packed_file,
+        progress=progress,
+        progress_callback=progress_callback,
+    )
 
 
 def _report_unexpected(model: nn.Module, found: Match) -> None:

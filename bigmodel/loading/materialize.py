@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,12 +16,13 @@ from ..devices import DeviceKey, as_device, as_key
 from ..errors import PlanError
 from ..modules import get_non_persistent_buffers
 from ..progress import Progress, ProgressCallback
-from .entry import Entry
-from .host_memory import empty_host_tensor
+from ..protocols import Packer, TensorSpec
+from .host_memory import empty_tensor
 from .match import Match
+from .packed import PackedWeights, bring_packed, kept_packed
 from .reader import Reader
 from .replace import Replacement
-from .report import LoadReport
+from .report import KeptWeight, LoadReport
 from .store import CheckpointStore
 from .transfer import Transfer
 
@@ -60,14 +63,22 @@ def materialize(
     device_map: Mapping[str, object] | None = None,
     *,
     offload_buffers: bool = False,
+    packer: Packer | None = None,
+    packed_file: Path | None = None,
     progress: bool | None = None,
     progress_callback: ProgressCallback | None = None,
 ) -> LoadReport:
     """Gives every matched tensor its values, where the map says; without a map where it is, and on CPU if that is the meta device.
 
     Tensors for `"disk"` become meta tensors of their final dtype, and `LoadReport.store` reads them; buffers among them only with
-    `offload_buffers`, otherwise they come to the CPU. Ties stay one object. Memory: what stays, plus at most `constants.RING_BYTES`. On any
-    error, Ctrl-C included, the model is what it was. Raises `PlanError`, and `CheckpointError` when a file has changed since it was opened.
+    `offload_buffers`, otherwise they come to the CPU. Ties stay one object. Memory: what stays, plus at most `constants.RING_BYTES`.
+
+    The weights that `packer` takes are not put into the model: what is kept of them is in `LoadReport.packed`. It is read from
+    `packed_file`, if an earlier load has kept it there, and else kept there; without one, only what rests on disk is written, to a private
+    file.
+
+    On any error, Ctrl-C included, the model is what it was. Raises `PlanError`, and `CheckpointError` when a file has changed since it was
+    opened.
     """
     started = time.perf_counter()
     names = _names(match)
@@ -78,17 +89,31 @@ def materialize(
     device_bytes: defaultdict[DeviceKey, int] = defaultdict(int)
     jobs: list[tuple[Transfer, torch.Tensor]] = []
     on_disk: dict[str, Transfer] = {}
+    weights: dict[str, Transfer] = {}
     for name, transfer in match.transfers.items():
+        if packer is not None and any(packer.takes(each) for each in names[name]):
+            weights[name] = transfer
+            kept = packer.kept(name, _spec(transfer))
+            device_bytes[keys[name]] += sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in kept.values())
+            continue
         device_bytes[keys[name]] += transfer.nbytes
         if keys[name] == "disk":
             on_disk[name] = transfer
         else:
-            jobs.append((transfer, _empty(transfer, targets[keys[name]])))
+            jobs.append((transfer, empty_tensor(transfer.shape, transfer.dtype, targets[keys[name]])))
     reader = Reader(match.identities)
-    total = sum(piece_bytes for transfer, _ in jobs for piece_bytes in _piece_bytes(transfer))
+    read = [transfer for transfer, _ in jobs]
+    kept_before = None if packer is None else kept_packed(packed_file, weights, packer)
+    packed = PackedWeights()
+    total = sum(transfer.bytes_to_read for transfer in [*read, *(weights.values() if kept_before is None else ())])
+    if kept_before is not None:
+        total += sum(entry.nbytes for entry in kept_before.entries.values())
     try:
         with Progress(total, "Loading", show=progress, callback=progress_callback) as bar:
             bytes_read = reader.read(jobs, bar)
+            if packer is not None and weights:
+                places = {name: targets.get(keys[name]) for name in weights}
+                packed = bring_packed(reader, weights, places, packer, packed_file, kept_before, bar)
         with Replacement(model) as replacement:
             for transfer, tensor in jobs:
                 replacement.put(names[transfer.target], tensor)
@@ -97,13 +122,14 @@ def materialize(
     finally:
         reader.close()
     return LoadReport(
-        bytes_read=bytes_read,
+        bytes_read=bytes_read + packed.bytes_read,
         seconds=time.perf_counter() - started,
         device_bytes=dict(device_bytes),
         missing=match.missing + match.ignored,
         kept=match.kept,
         unexpected=match.unexpected,
-        store=CheckpointStore(on_disk, match.identities) if on_disk else None,
+        store=_store(match, on_disk, packed),
+        packed={name: KeptWeight(_spec(weights[name]), tensors) for name, tensors in packed.tensors.items()},
     )
 
 
@@ -125,18 +151,11 @@ def _device_of(tensor: torch.Tensor, names: list[str], devices: Mapping[str, Dev
     return key if key != "disk" or offload_buffers or isinstance(tensor, nn.Parameter) else "cpu"
 
 
-def _empty(transfer: Transfer, device: torch.device) -> torch.Tensor:
-    if device.type == "cpu":
-        return empty_host_tensor(transfer.shape, transfer.dtype)
-    with torch.inference_mode(False):
-        return torch.empty(transfer.shape, dtype=transfer.dtype, device=device)
+def _spec(transfer: Transfer) -> TensorSpec:
+    return TensorSpec(transfer.shape, transfer.dtype)
 
 
-def _piece_bytes(transfer: Transfer) -> list[int]:
-    sizes = []
-    for piece in transfer.pieces:
-        if isinstance(piece.origin, Entry):
-            sizes.append(torch.Size(piece.shape).numel() * piece.origin.dtype.itemsize)
-        else:
-            sizes += [size for part in piece.origin.inputs for size in _piece_bytes(part)]
-    return sizes
+def _store(match: Match, on_disk: Mapping[str, Transfer], packed: PackedWeights) -> CheckpointStore | None:
+    if not on_disk and not packed.on_disk:
+        return None
+    return CheckpointStore({**on_disk, **packed.on_disk}, {**match.identities, **packed.identities}, packed.folder)

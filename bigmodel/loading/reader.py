@@ -40,33 +40,37 @@ class Reader:
         self._files = OpenFiles(identities)
         self._remote = RemoteReader(identities)
 
-    def read(self, jobs: Sequence[tuple[Transfer, torch.Tensor]], progress: Progress | None = None) -> int:
+    def read(self, jobs: Sequence[tuple[Transfer, torch.Tensor]], progress: Progress | None = None, *, in_this_thread: bool = False) -> int:
         """Fills each tensor (contiguous, of the transfer's shape, on any device, any float dtype where the transfer's is one).
 
         Values are those of the transfer's dtype, then cast to the tensor's. Staging memory beside the tensors is at most
         `constants.RING_BYTES`. Returns the bytes of the files that became elements. Raises `CheckpointError` when a file has changed or
-        ends early; what the tensors hold then is undefined.
+        ends early; what the tensors hold then is undefined. Who is one of several threads already reads `in_this_thread`.
         """
         plan = plan_reads([(transfer, tensor.dtype, tensor.device.type == "cpu") for transfer, tensor in jobs])
-        return self.carry_out(plan, [tensor for _, tensor in jobs], progress)
+        return self.carry_out(plan, [tensor for _, tensor in jobs], progress, in_this_thread=in_this_thread)
 
-    def carry_out(self, plan: ReadPlan, destinations: Sequence[torch.Tensor], progress: Progress | None = None) -> int:
+    def carry_out(
+        self, plan: ReadPlan, destinations: Sequence[torch.Tensor], progress: Progress | None = None, *, in_this_thread: bool = False
+    ) -> int:
         """Reads by a plan that `plan_reads` made for such destinations: for who reads the same tensors again and again. See `read`."""
         for transfer, destination in zip(plan.transfers, destinations, strict=True):
             if destination.shape != transfer.shape or not destination.is_contiguous():
                 raise ValueError(f"{transfer.target!r}: the destination must be contiguous and of shape {list(transfer.shape)}.")
-        self._read_batches(plan, destinations, progress)
+        self._read_batches(plan, destinations, progress, in_this_thread=in_this_thread)
         total = plan.filled_bytes
         for number, piece, computation in plan.computed:
-            total += self._compute(piece, computation, plan.transfers[number], destinations[number], progress)
+            total += self._compute(piece, computation, plan.transfers[number], destinations[number], progress, in_this_thread)
         return total
 
-    def _read_batches(self, plan: ReadPlan, destinations: Sequence[torch.Tensor], progress: Progress | None) -> None:
+    def _read_batches(
+        self, plan: ReadPlan, destinations: Sequence[torch.Tensor], progress: Progress | None, *, in_this_thread: bool
+    ) -> None:
         descriptors = self._files.checked(plan.files)
         flat = [destination.detach().view(-1) for destination in destinations]
         if plan.remote:
             self._remote.read(plan.remote, flat, progress)
-        if len(plan.batches) <= 1 or plan.filled_bytes <= INLINE_BYTES:
+        if in_this_thread or len(plan.batches) <= 1 or plan.filled_bytes <= INLINE_BYTES:
             _drain(iter(plan.batches), flat, descriptors, progress, threading.Event())
             return
         pending = _Shared(plan.batches, descriptors)
@@ -91,10 +95,16 @@ class Reader:
         self._files.close()
 
     def _compute(
-        self, piece: Piece, computation: Computation, transfer: Transfer, destination: torch.Tensor, progress: Progress | None
+        self,
+        piece: Piece,
+        computation: Computation,
+        transfer: Transfer,
+        destination: torch.Tensor,
+        progress: Progress | None,
+        in_this_thread: bool,
     ) -> int:
         inputs = [empty_host_tensor(part.shape, part.dtype) for part in computation.inputs]
-        total = self.read(list(zip(computation.inputs, inputs, strict=True)), progress)
+        total = self.read(list(zip(computation.inputs, inputs, strict=True)), progress, in_this_thread=in_this_thread)
         result = computation.function(inputs)
         del inputs
         if tuple(result.shape) != computation.shape:

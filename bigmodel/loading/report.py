@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from ..devices import DeviceKey
+from ..protocols import TensorSpec
 from .store import CheckpointStore
 
-__all__ = ["LoadReport"]
+__all__ = ["KeptWeight", "LoadReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptWeight:
+    """What is kept of a weight that was packed."""
+
+    spec: TensorSpec
+    """Shape and dtype that it was packed from."""
+    tensors: Mapping[str, torch.Tensor]
+    """By full name; on meta where they stay on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +41,8 @@ class LoadReport:
     """Entries that fill nothing."""
     store: CheckpointStore | None
     """Reads the tensors that stay on disk; None where none does."""
+    packed: Mapping[str, KeptWeight] = field(default_factory=dict)
+    """What a packer kept, by full name of the weight. The model has none of it yet."""
 
     @property
     def bytes_per_second(self) -> float:

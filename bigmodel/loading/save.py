@@ -18,7 +18,8 @@ from ..atomic import folder_to_write, write_all
 from ..constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_PATTERN_NAME
 from ..errors import CheckpointError
 from ..protocols import TensorSpec
-from .formats.safetensors import DTYPE_NAMES
+from .formats.safetensors import lay_out
+from .tensor_file import byte_parts
 
 __all__ = ["Fetch", "save_model"]
 
@@ -26,7 +27,6 @@ Fetch = Callable[[str], torch.Tensor]
 """Name in the state dict → its values, on any device."""
 
 DEFAULT_SHARD_BYTES: Final = 5 * 10**9
-WRITE_BYTES: Final = 16 << 20
 
 
 def save_model(
@@ -137,26 +137,12 @@ def _fetched(fetch: Fetch, name: str, spec: TensorSpec) -> torch.Tensor:
 
 
 def _write_safetensors(file: Path, specs: Mapping[str, TensorSpec], fetch: Fetch, metadata: Mapping[str, str]) -> None:
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    # The widest dtypes first, so that every tensor is aligned to its own.
-    ordered = sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    position = 0
-    for name, spec in ordered:
-        if spec.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{name!r} is {spec.dtype}, which safetensors cannot hold; use safe_serialization=False.")
-        header[name] = {
-            "dtype": DTYPE_NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [position, position + _nbytes(spec)],
-        }
-        position += _nbytes(spec)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    beginning, offsets = lay_out(specs, metadata)
     with open(file, "wb", buffering=0) as stream:
-        write_all(stream, len(text).to_bytes(8, "little") + text)
-        for name, spec in ordered:
-            if _nbytes(spec):
-                for part in _parts(_fetched(fetch, name, spec)):
+        write_all(stream, beginning)
+        for name in offsets:
+            if _nbytes(specs[name]):
+                for part in byte_parts(_fetched(fetch, name, specs[name])):
                     write_all(stream, part)
 
 
@@ -168,14 +154,6 @@ def _write_torch(file: Path, specs: Mapping[str, TensorSpec], fetch: Fetch, alia
         except RuntimeError as error:
             # What the stream refused (a full disk) is hidden behind the complaint of torch's writer that positions do not fit.
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-
-
-def _parts(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, row-major, in parts that fit the staging memory."""
-    flat = tensor.contiguous().reshape(-1)
-    step = max(1, WRITE_BYTES // tensor.dtype.itemsize)
-    for start in range(0, flat.numel(), step):
-        yield flat[start : start + step].to("cpu").view(torch.uint8).numpy().data
 
 
 @contextlib.contextmanager

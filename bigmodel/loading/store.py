@@ -11,6 +11,7 @@ import torch
 from ..protocols import Read, TensorSpec
 from .entry import FileIdentity
 from .location import CheckpointFile
+from .private_folder import PrivateFolder
 from .ranges import ReadPlan, plan_reads
 from .reader import Reader
 from .transfer import Transfer
@@ -25,7 +26,14 @@ class CheckpointStore:
     its own and shares the open files; a pickled one opens them again.
     """
 
-    def __init__(self, transfers: Mapping[str, Transfer], identities: Mapping[CheckpointFile, FileIdentity] | None = None) -> None:
+    def __init__(
+        self,
+        transfers: Mapping[str, Transfer],
+        identities: Mapping[CheckpointFile, FileIdentity] | None = None,
+        folder: PrivateFolder | None = None,
+    ) -> None:
+        """`folder` holds some of the files and is removed with the last store that reads them."""
+        self._folder = folder
         self._transfers = dict(transfers)
         self._reader = Reader(identities)
         self._replaced: dict[str, torch.Tensor] = {}
@@ -102,7 +110,7 @@ class CheckpointStore:
         self._reader.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointStore:
-        twin = CheckpointStore(self._transfers)
+        twin = CheckpointStore(self._transfers, folder=self._folder)
         twin._reader = self._reader
         twin._replaced = copy.deepcopy(self._replaced, memo)
         return twin

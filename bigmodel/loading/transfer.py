@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -69,6 +70,17 @@ class Transfer:
     def nbytes(self) -> int:
         """Bytes of the filled tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @property
+    def bytes_to_read(self) -> int:
+        """Bytes of the files that become elements."""
+        total = 0
+        for piece in self.pieces:
+            if isinstance(piece.origin, Entry):
+                total += math.prod(piece.shape) * piece.origin.dtype.itemsize
+            else:
+                total += sum(part.bytes_to_read for part in piece.origin.inputs)
+        return total
 
     def entries(self) -> Iterator[Entry]:
         """All entries that are read, once for each piece."""

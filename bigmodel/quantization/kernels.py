@@ -21,17 +21,17 @@ PART_ELEMENTS: Final = 1 << 17
 core's cache, and packing 4096 × 4096 bfloat16 takes 0.6 of the time of one call."""
 
 
-def pack_4bit(value: torch.Tensor, quant_type: str, storage: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed elements (n, 1) of dtype `storage`, two of them a byte, and the absmax (float32) of each block of 64."""
+def pack_4bit(value: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed elements (uint8, two of them a byte), and the absmax (float32) of each block of 64."""
     flat = value.detach().reshape(-1)
-    packed = torch.empty((-(-flat.numel() // 2), 1), dtype=torch.uint8, device=flat.device)
+    packed = torch.empty(-(-flat.numel() // 2), dtype=torch.uint8, device=flat.device)
     absmax = torch.empty(-(-flat.numel() // BLOCK), dtype=torch.float32, device=flat.device)
-    step = PART_ELEMENTS if flat.device.type == "cpu" else flat.numel()
+    step = PART_ELEMENTS if flat.device.type == "cpu" else max(1, flat.numel())
     for start in range(0, flat.numel(), step):
         part, state = kernels.quantize_4bit(flat[start : start + step], blocksize=BLOCK, quant_type=quant_type)
-        packed[start // 2 : start // 2 + part.shape[0]] = part
+        packed[start // 2 : start // 2 + part.shape[0]] = part.view(-1)
         absmax[start // BLOCK : start // BLOCK + state.absmax.shape[0]] = state.absmax
-    return (packed if storage == torch.uint8 else packed.view(-1).view(storage).view(-1, 1)), absmax
+    return packed, absmax
 
 
 def nested_statistics(absmax: torch.Tensor) -> dict[str, torch.Tensor]:

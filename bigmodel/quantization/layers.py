@@ -292,12 +292,14 @@ def _unpacked_4bit(packing: FourBit, shape: tuple[int, ...], dtype: torch.dtype,
 
 
 def packed_layer(linear: nn.Linear, scheme: Scheme, original_dtype: torch.dtype) -> Linear4bit | Linear8bitLt:
-    """The packed layer, on meta, that takes the place of `linear`; its bias is that of `linear`."""
+    """The packed layer, on meta, that takes the place of `linear`; its bias is that of `linear`, frozen."""
     layer: Linear4bit | Linear8bitLt
     if isinstance(scheme.format, FourBit):
         layer = Linear4bit(linear.in_features, linear.out_features, scheme.format, scheme.compute_dtype, original_dtype)
     else:
         layer = Linear8bitLt(linear.in_features, linear.out_features, scheme.format, scheme.threshold, original_dtype)
     layer.bias = linear.bias
+    if layer.bias is not None:
+        layer.bias.requires_grad_(False)
     layer.train(linear.training)
     return layer

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from bigmodel.errors import QuantizationError
-from bigmodel.quantization import BnbQuantizationConfig, FourBit, Int8, scheme_of
-from bigmodel.quantization.kernels import code_4bit, nested_statistics, pack_4bit, pack_8bit
+from bigmodel.quantization import BnbQuantizationConfig, FourBit, scheme_of
 from bigmodel.quantization.layers import Linear4bit, Linear8bitLt, packed_layer
+from bigmodel.quantization.replacement import pack
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(64, 64), (40, 64), (33, 65), (300, 1001), (640, 1024)]
@@ -22,13 +22,7 @@ SHAPES = [(64, 64), (40, 64), (33, 65), (300, 1001), (640, 1024)]
 def packed(linear: nn.Linear, config: BnbQuantizationConfig) -> Linear4bit | Linear8bitLt:
     scheme = scheme_of(config)
     layer = packed_layer(linear, scheme, linear.weight.dtype)
-    if isinstance(scheme.format, Int8):
-        weight, scales = pack_8bit(linear.weight)
-        layer.fill({"weight": weight, "SCB": scales})
-        return layer
-    weight, absmax = pack_4bit(linear.weight, scheme.format.quant_type, scheme.format.storage)
-    tensors = nested_statistics(absmax) if scheme.format.double_quant else {"absmax": absmax}
-    layer.fill({"weight": weight, "quant_map": code_4bit(scheme.format.quant_type, weight.device), **tensors})
+    layer.fill(pack(linear.weight, scheme.format))
     return layer
 
 
@@ -194,7 +188,7 @@ def test_gradients_reach_inputs_and_biases_and_are_those_of_bitsandbytes(wanted)
     found = []
     for layer in (ours, theirs):
         inputs = x.clone().requires_grad_()
-        layer.bias.grad = None
+        layer.bias.requires_grad_().grad = None
         layer(inputs).backward(gradient)
         found.append((inputs.grad, layer.bias.grad))
     torch.testing.assert_close(found[0], found[1])
@@ -222,9 +216,9 @@ def test_a_description_of_another_weight_is_refused():
 
 def test_storage_of_other_dtypes_holds_the_same_bytes():
     linear = nn.Linear(64, 96)
-    scheme = scheme_of(FOUR)
-    weight, absmax = pack_4bit(linear.weight, "nf4", torch.bfloat16)
-    assert weight.dtype == torch.bfloat16
-    layer = Linear4bit(64, 96, FourBit("nf4", storage=torch.bfloat16), scheme.compute_dtype, torch.float32)
-    layer.fill({"weight": weight, "absmax": absmax, "quant_map": code_4bit("nf4", weight.device)})
-    assert torch.equal(layer.unpacked(), packed(linear, config(4, bnb_4bit_quant_type="nf4")).unpacked())
+    as_bytes = packed(linear, config(4, bnb_4bit_quant_type="nf4"))
+    other = FourBit("nf4", storage=torch.bfloat16)
+    layer = Linear4bit(64, 96, other, torch.float32, torch.float32)
+    layer.fill(pack(linear.weight, other))
+    assert layer.weight.dtype == torch.bfloat16
+    assert torch.equal(layer.unpacked(), as_bytes.unpacked())

@@ -9,18 +9,19 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from ...errors import CheckpointError, CheckpointNotFoundError
+from ...protocols import TensorSpec
 from ..entry import Entry
 from ..location import CheckpointFile
 from .header import Header
 
-__all__ = ["DTYPE_NAMES", "SafetensorsFormat"]
+__all__ = ["SafetensorsFormat", "lay_out"]
 
 LENGTH_BYTES: Final = 8
 """Of the number before the header: the header's own length."""
@@ -56,6 +57,26 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 }
 DTYPE_NAMES: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES.items()}
 """torch dtype → its name in a safetensors header."""
+
+
+def lay_out(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a file (length and header), and where in the file each tensor's bytes begin, in the order of the file.
+
+    The widest dtypes come first, so that every tensor is aligned to its own. Raises `CheckpointError` for a dtype that the format lacks.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    ordered = sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    position = 0
+    for name, spec in ordered:
+        if spec.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{name!r} is {spec.dtype}, which safetensors cannot hold; use safe_serialization=False.")
+        nbytes = math.prod(spec.shape) * spec.dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [position, position + nbytes]}
+        position += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    beginning = len(text).to_bytes(8, "little") + text
+    return beginning, {name: len(beginning) + header[name]["data_offsets"][0] for name, _ in ordered}
 
 
 class SafetensorsFormat:
