@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Final
 
 from ..errors import CheckpointError
 from .choose import format_of
-from .entry import Entry, FileIdentity
+from .entry import Entry, FileIdentity, Sharded
 from .formats import Format, Header
 from .local import local_parts
 from .location import CheckpointFile, HubRepository, RemoteFile, located
@@ -32,7 +32,7 @@ class Checkpoint:
     location: Path | str
     """The file or folder that was asked for; for a remote one its URL (`hf://owner/name@commit` on the hub)."""
     format: str
-    """`"safetensors"` or `"torch"`."""
+    """`"safetensors"`, `"torch"`, `"torch.distributed"` or `"gguf"`."""
     files: tuple[CheckpointFile, ...]
     metadata: Mapping[str, str]
     """Of all files together; the first file's word counts where they differ."""
@@ -62,8 +62,10 @@ class Checkpoint:
         }
         headers, remote = _read_headers(format_, parts)
         entries = _joined(parts.files, headers, parts.weight_map, parts.location)
+        files = tuple(dict.fromkeys((*parts.files, *_all_files(entries.values()))))
+        local |= {file: FileIdentity.of(file) for file in files if not isinstance(file, RemoteFile) and file not in local}
         metadata = dict(item for header in reversed(headers) for item in header.metadata.items())
-        checkpoint = cls(entries, parts.location, format_.name, parts.files, metadata, local | remote)
+        checkpoint = cls(entries, parts.location, format_.name, files, metadata, local | remote)
         checkpoint.check_unchanged()
         return checkpoint
 
@@ -102,6 +104,13 @@ def _read_headers(format_: Format, parts: Parts) -> tuple[list[Header], dict[Che
         return [read(parts.files[0])], remote
     with ThreadPoolExecutor(min(HEADER_READERS, len(parts.files))) as pool:
         return list(pool.map(read, parts.files)), remote
+
+
+def _all_files(entries: Iterable[Entry]) -> Iterator[CheckpointFile]:
+    for entry in entries:
+        yield entry.file
+        if isinstance(entry.contents, Sharded):
+            yield from (part.file for _, part in entry.contents.parts)
 
 
 def _joined(

@@ -19,21 +19,17 @@ INDEX_ENDING: Final = ".index.json"
 def choose(names: Sequence[str], folder: str) -> str | list[str]:
     """The index, or the files, among the names in `folder` (a name for messages).
 
-    safetensors wins over torch's formats, an index over its shards wins over single files, the usual file names win over others, and shards
-    without an index are taken together. Raises `CheckpointNotFoundError` where nothing could be meant or a shard is missing, and
-    `CheckpointError` where several could be meant: it lists them.
+    safetensors wins over other formats, an index over its shards wins over single files, the usual file names win over others (in other
+    formats too: `pytorch_model.bin` over `x.gguf`), and shards without an index are taken together. Raises `CheckpointNotFoundError` where
+    nothing could be meant or a shard is missing, and `CheckpointError` where several could be meant: it lists them.
     """
     names = sorted(names)
     indexes = [name for name in names if name.endswith(INDEX_ENDING)]
-    for format_ in FORMATS:
+    for format_ in _formats_of(names, folder):
         own = [name for name in indexes if name.removesuffix(INDEX_ENDING).endswith(format_.suffixes)]
         if (index := _pick(own, format_, INDEX_ENDING, folder)) is not None:
             return index
-        files = [name for name in names if name.lower().endswith(format_.suffixes)]
-        families: dict[str, list[str]] = {}
-        for name in files:
-            path = PurePosixPath(name)
-            families.setdefault(SHARD_NUMBER.sub("", path.stem) + path.suffix, []).append(name)
+        families = _families(names, format_)
         # A name that only other formats' users write for a whole model (optimizer.pt) must not be taken when an index is there.
         if len(families) > 1 and len(indexes) == 1 and _pick(_usual(list(families), format_), format_, "", folder) is None:
             return indexes[0]
@@ -47,6 +43,39 @@ def choose(names: Sequence[str], folder: str) -> str | list[str]:
         f"{folder} is not a folder containing a `.index.json` file or a checkpoint "
         f"({', '.join(suffix for format_ in FORMATS for suffix in format_.suffixes)}); it holds: {', '.join(names[:20]) or 'no files'}."
     )
+
+
+def _families(names: Sequence[str], format_: Format) -> dict[str, list[str]]:
+    """The files of a format; shards of one checkpoint together, under their name without numbers."""
+    families: dict[str, list[str]] = {}
+    for name in names:
+        if name.lower().endswith(format_.suffixes):
+            path = PurePosixPath(name)
+            families.setdefault(SHARD_NUMBER.sub("", path.stem) + path.suffix, []).append(name)
+    return families
+
+
+def _files(names: Sequence[str], format_: Format) -> list[str]:
+    return [name for name in names if name.lower().removesuffix(INDEX_ENDING).endswith(format_.suffixes)]
+
+
+def _stems(names: Sequence[str], format_: Format) -> list[str]:
+    """Names of the files and indexes of a format, as they would be without shards."""
+    return [*_families(names, format_), *(name.removesuffix(INDEX_ENDING) for name in _files(names, format_))]
+
+
+def _formats_of(names: Sequence[str], folder: str) -> list[Format]:
+    """The format that is meant, if any. Raises `CheckpointError` where it could be one of several."""
+    first, *others = FORMATS
+    if _files(names, first):
+        return [first]
+    found = [format_ for format_ in others if _files(names, format_)]
+    if len(found) > 1:
+        found = [format_ for format_ in found if _usual(_stems(names, format_), format_)] or found
+    if len(found) > 1:
+        listed = "; ".join(f"{', '.join(_files(names, format_)[:10])} ({format_.name})" for format_ in found)
+        raise CheckpointError(f"{folder} holds checkpoints of several formats: {listed}. Name the file that is meant.")
+    return found
 
 
 def format_of(names: Sequence[str], where: str) -> Format:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from ..errors import CheckpointError, CheckpointNotFoundError
 from .location import CheckpointFile
 
-__all__ = ["Entry", "FileIdentity", "contiguous_strides", "span_elements"]
+__all__ = ["Entry", "FileIdentity", "Packed", "Sharded", "contiguous_strides", "span_elements"]
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -65,6 +66,25 @@ class FileIdentity:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharded:
+    """A tensor that lies in parts: the first index of each in the tensor, and its bytes."""
+
+    parts: tuple[tuple[tuple[int, ...], Entry], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A tensor whose bytes have to be unpacked, row by row, each row (the last dimension) by itself."""
+
+    name: str
+    """Of the way of packing: `"Q4_K"`."""
+    row_bytes: int
+    """Bytes of one row."""
+    unpack: Callable[[torch.Tensor], torch.Tensor]
+    """Makes rows (n, elements), of the entry's dtype, of their bytes (n, `row_bytes`), uint8."""
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor in a checkpoint."""
 
@@ -78,6 +98,8 @@ class Entry:
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None = None
     """Elements between neighbours in each dimension; None for a contiguous tensor."""
+    contents: Sharded | Packed | None = None
+    """What the tensor is made of, where it is not one plain range: `offset` and `strides` mean nothing then."""
 
     @property
     def element_strides(self) -> tuple[int, ...]:

@@ -23,10 +23,11 @@ from ..progress import ProgressCallback
 from ..protocols import Packer
 from .checkpoint import Checkpoint
 from .dtypes import dtype_rule
+from .entry import Sharded
 from .folder_owner import OWNER_NAME, check_owner, write_owner
 from .host_memory import empty_host_tensor
 from .keys import KeyRules
-from .location import RemoteFile
+from .location import CheckpointFile, RemoteFile
 from .match import DtypeOf, Match, match
 from .materialize import materialize, placements
 from .offload_folder import load_offloaded_weight
@@ -133,11 +134,11 @@ def load_checkpoint_in_model(
     if offload_folder is None:
         raise PlanError("At least one of the model submodule will be offloaded to disk, please pass along an `offload_folder`.")
     opened = Checkpoint.open(checkpoint)
-    source = opened.location if isinstance(opened.location, str) else str(opened.location.resolve())
+    source = _address(opened.location)
     check_owner(offload_folder, model, source)
     found = match(model, opened, dtype_of=dtype_rule(dtype, keep_in_fp32_modules))
     found.check(strict=strict)
-    index = _offload_index(found, placements(model, found, devices, offload_buffers=offload_buffers))
+    index = _offload_index(opened, found, placements(model, found, devices, offload_buffers=offload_buffers))
     with _restorable_folder(Path(offload_folder)):
         write_owner(offload_folder, model, source)
         write_atomically(Path(offload_folder) / OFFLOAD_INDEX_NAME, json.dumps(index, indent=2).encode())
@@ -145,21 +146,30 @@ def load_checkpoint_in_model(
     _report_unexpected(model, found)
 
 
-def _offload_index(found: Match, keys: Mapping[str, DeviceKey]) -> dict[str, dict[str, Any]]:
+def _offload_index(opened: Checkpoint, found: Match, keys: Mapping[str, DeviceKey]) -> dict[str, dict[str, Any]]:
     """An offload index whose entries point into the checkpoint, for all names of the tensors that stay there."""
     index: dict[str, dict[str, Any]] = {}
+    source = _address(opened.location)
     for name, transfer in found.transfers.items():
         if keys[name] != "disk":
             continue
-        (entry,) = transfer.entries()
+        # Without key rules a tensor is filled from one entry, which may be its tie's and may lie in parts of the same name.
+        entry = opened.entries[next((part.name for part in transfer.entries()), name)]
         kind = "safetensors_file" if entry.file.suffix == ".safetensors" else "torch_file"
         index[name] = {
-            kind: entry.file.url if isinstance(entry.file, RemoteFile) else str(entry.file.resolve()),
+            kind: source if isinstance(entry.contents, Sharded) else _address(entry.file),
             "weight_name": entry.name,
             "dtype": str(transfer.dtype).removeprefix("torch."),
             "shape": list(transfer.shape),
         }
     return index | {alias: index[first] for alias, first in found.aliases.items() if first in index}
+
+
+def _address(file: CheckpointFile | str) -> str:
+    """What names a file or folder from everywhere."""
+    if isinstance(file, RemoteFile):
+        return file.url
+    return file if isinstance(file, str) else str(file.resolve())
 
 
 @contextlib.contextmanager

@@ -208,7 +208,11 @@ def _with_dtype(
     transfer = Transfer(transfer.target, transfer.shape, dtype, transfer.pieces)
     for piece in transfer.pieces:
         if isinstance(piece.origin, Computation):
-            continue  # its function has done what had to be done with scales
+            # Its function has done what had to be done with scales; what it gives is cast like anything else.
+            why = None if piece.origin.dtype is None else _lossy(piece.origin.dtype, dtype)
+            if why is not None:
+                return transfer, why
+            continue
         why = _lossy(piece.origin.dtype, dtype)
         if why is not None:
             name = piece.origin.name

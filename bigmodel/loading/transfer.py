@@ -6,14 +6,19 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
 
 import torch
 
 from ..errors import MatchError
-from .entry import Entry, contiguous_strides
+from .entry import Entry, Packed, Sharded, contiguous_strides
 from .keys import Computed, Concatenate, Slice, Source, Stack, Transpose, Whole
 
 __all__ = ["Computation", "Piece", "Transfer", "lower"]
+
+UNPACKED_BYTES: Final = 4 << 20
+"""Of unpacked rows that are made at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +134,7 @@ def _lowered(source: Source, entries: Mapping[str, Entry], target: str) -> tuple
         if source.name not in entries:
             raise MatchError(f"{target!r}: its key rule asks for {source.name!r}, which the checkpoint does not hold.")
         entry = entries[source.name]
-        return entry.shape, [Piece(entry, (0,) * len(entry.shape), entry.shape, 0, entry.element_strides)]
+        return entry.shape, list(_pieces(entry))
     if isinstance(source, Computed):
         inputs = tuple(_input(part, entries, target) for part in source.sources)
         shape = source.shape
@@ -165,6 +170,38 @@ def _lowered(source: Source, entries: Mapping[str, Entry], target: str) -> tuple
     if isinstance(source, Concatenate):
         return _concatenated(source, entries, target)
     raise TypeError(f"{target!r}: {type(source).__name__} is no source that the loader knows.")
+
+
+def _pieces(entry: Entry) -> Iterator[Piece]:
+    """What fills the whole of an entry's tensor."""
+    if isinstance(entry.contents, Sharded):
+        for start, part in entry.contents.parts:
+            yield Piece(part, start, part.shape, 0, part.element_strides)
+    elif isinstance(entry.contents, Packed):
+        yield from _unpacked(entry, entry.contents)
+    else:
+        yield Piece(entry, (0,) * len(entry.shape), entry.shape, 0, entry.element_strides)
+
+
+def _unpacked(entry: Entry, packed: Packed) -> Iterator[Piece]:
+    """Rows that are unpacked together: few enough for bounded memory, and no more than a reader of a few rows has to pay for."""
+    *outer, rows, length = (1, *entry.shape) if len(entry.shape) == 1 else entry.shape
+    together = max(1, UNPACKED_BYTES // max(1, length * entry.dtype.itemsize))
+    for number, index in enumerate(itertools.product(*map(range, outer))):
+        for first in range(0, rows, together):
+            count = min(together, rows - first)
+            offset = entry.offset + (number * rows + first) * packed.row_bytes
+            nbytes = count * packed.row_bytes
+            raw = Entry(entry.name, entry.file, offset, nbytes, torch.uint8, (count, packed.row_bytes))
+            transfer = Transfer(entry.name, raw.shape, raw.dtype, (Piece(raw, (0, 0), raw.shape, 0, raw.element_strides),))
+            made = Computation((transfer,), partial(_unpack, packed), (count, length), entry.dtype)
+            box = (length,) if len(entry.shape) == 1 else (*(1 for _ in outer), count, length)
+            start = (0,) if len(entry.shape) == 1 else (*index, first, 0)
+            yield Piece(made, start, box, 0, contiguous_strides(box))
+
+
+def _unpack(packed: Packed, inputs: list[torch.Tensor]) -> torch.Tensor:
+    return packed.unpack(inputs[0])
 
 
 def _permuted(values: tuple[int, ...], order: list[int]) -> tuple[int, ...]:

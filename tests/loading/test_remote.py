@@ -248,6 +248,23 @@ def test_what_no_attempt_mends_is_refused_and_the_model_stays_as_it_was(
     assert all(parameter.is_meta for parameter in empty.parameters())
 
 
+def test_gguf_streams_as_well(server: RangeServer, tmp_path: Path) -> None:
+    import gguf
+
+    packed = gguf.quantize(whole()["0.weight"][:, :32].contiguous().numpy(), gguf.GGMLQuantizationType.Q8_0)
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_tensor("weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    server.files["x.gguf"] = (tmp_path / "x.gguf").read_bytes()
+    with torch.device("meta"):
+        linear = nn.Linear(32, 64, bias=False)
+    load(linear, Checkpoint.open(server.url("x.gguf")))
+    assert torch.equal(linear.weight, torch.from_numpy(gguf.dequantize(packed, gguf.GGMLQuantizationType.Q8_0).copy()))
+
+
 def test_what_is_not_there(server: RangeServer) -> None:
     for where in ("nothing.safetensors", "nothing", "one/nothing.safetensors.index.json"):
         with pytest.raises(CheckpointNotFoundError, match="nothing"):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
+from .gguf import GgufFormat
 from .header import Format, Header, RangedFormat
 from .safetensors import SafetensorsFormat
+from .torch_distributed import TorchDistributedFormat
 from .torch_zip import TorchZipFormat
 
 __all__ = ["FORMATS", "Format", "Header", "RangedFormat"]
 
-FORMATS: Final[tuple[Format, ...]] = (SafetensorsFormat(), TorchZipFormat())
-"""Known formats. Where a folder holds several, the first of these wins."""
+FORMATS: Final[tuple[Format, ...]] = (SafetensorsFormat(), TorchZipFormat(), TorchDistributedFormat(), GgufFormat())
+"""Known formats. Where a folder holds several, safetensors wins."""

@@ -1,0 +1,261 @@
+"""A folder written by `torch.distributed.checkpoint`: tensors in chunks, one file a rank, and the table of contents `.metadata`.
+
+The table is a pickle; only the records, sizes and dtypes that it consists of are unpickled, everything else in it is refused. Each chunk is
+what `torch.save` makes of it, an archive inside the rank's file; where its bytes lie is told by torch, which reads no weights for it
+(https://docs.pytorch.org/docs/stable/distributed.checkpoint.html).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import pickle
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, Final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...errors import CheckpointError, CheckpointNotFoundError
+from ..entry import Entry, Sharded, span_elements
+from .header import Header
+
+__all__ = ["TorchDistributedFormat"]
+
+MODULES: Final = ("torch.distributed.checkpoint.metadata", "torch.distributed._shard.sharded_tensor.metadata")
+"""Where the table's records have lived."""
+RECORDS: Final = frozenset(
+    {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    }
+)
+ENCODINGS: Final = frozenset({"_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"})
+PATHS: Final = frozenset({"Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath"})
+MAX_TABLE_BYTES: Final = 1 << 30
+
+
+class TorchDistributedFormat:
+    """Folders of torch.distributed.checkpoint."""
+
+    name = "torch.distributed"
+    suffixes = (".metadata",)
+    usual_names = ("",)
+
+    def read_header(self, file: Path) -> Header:
+        """Entries of all tensors, by their full names. What else was saved (numbers, strings) is passed over.
+
+        Raises `CheckpointError` for a table that holds more than tables need, for chunks that are compressed, are not where the table says,
+        or do not make up their tensor.
+        """
+        table = _table(file)
+        chunks: dict[str, list[tuple[tuple[int, ...], Any]]] = {}
+        try:
+            for index, place in table.storage_data.items():
+                if index.fields.get("offset") is not None:
+                    chunks.setdefault(index.fqn, []).append((tuple(index.offset), place))
+            tensors = {
+                name: (tuple(found.size), found.properties.dtype, {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in found.chunks})
+                for name, found in table.state_dict_metadata.items()
+                if found.name == "TensorStorageMetadata"
+            }
+        except (AttributeError, TypeError, KeyError) as error:
+            raise CheckpointError(f"{file}: damaged: not a table of a distributed checkpoint ({error}).") from error
+        entries = []
+        with contextlib.ExitStack() as stack:
+            streams: dict[str, IO[bytes]] = {}
+            for name, (shape, dtype, expected) in tensors.items():
+                parts = tuple(
+                    (start, _chunk(file, stack, streams, name, dtype, expected.get(start), place)) for start, place in chunks.get(name, ())
+                )
+                _check_cover(file, name, shape, [(start, part.shape) for start, part in parts])
+                nbytes = math.prod(shape) * dtype.itemsize
+                entries.append(Entry(name, parts[0][1].file if parts else file, 0, nbytes, dtype, shape, contents=Sharded(parts)))
+        return Header(tuple(entries))
+
+
+class _Record:
+    """An object of the table, as far as its fields go."""
+
+    name = ""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.fields: dict[str, Any] = {}
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.fields = state
+        elif isinstance(state, tuple) and state:  # TensorProperties: the dtype stands first
+            self.fields = {"dtype": state[0]}
+
+    def __getattr__(self, field: str) -> Any:
+        try:
+            return self.__dict__["fields"][field]
+        except KeyError:
+            raise AttributeError(f"its {self.name} has no {field!r}") from None
+
+
+class _TableUnpickler(pickle.Unpickler):
+    """Knows the names that a table of contents consists of; nothing it calls does more than hold values."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module in MODULES and name in RECORDS) or (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo"):
+            return type(name, (_Record,), {"name": name})
+        if module in MODULES and name in ENCODINGS:
+            return _nothing
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return _nothing
+        if module in ("pathlib", "pathlib._local") and name in PATHS:
+            return _nothing
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def _nothing(*arguments: Any) -> None:
+    return None
+
+
+def _table(file: Path) -> Any:
+    try:
+        with open(file, "rb") as stream:
+            size_bytes = stream.seek(0, io.SEEK_END)
+            if size_bytes > MAX_TABLE_BYTES:
+                raise CheckpointError(f"{file}: a table of contents of {size_bytes} bytes is none.")
+            stream.seek(0)
+            table = _TableUnpickler(stream).load()
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"{file}: there is no such file.") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{file}: holds more than a table of contents, and is not unpickled since that could run foreign code: {str(error)[:300]}."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}.") from error
+    except CheckpointError:
+        raise
+    # A damaged pickle fails in any way.
+    except Exception as error:
+        raise CheckpointError(
+            f"{file}: damaged: not a table of a distributed checkpoint ({type(error).__name__}: {str(error)[:200]})."
+        ) from error
+    if not isinstance(table, _Record) or table.name != "Metadata":
+        raise CheckpointError(f"{file}: holds no table of a distributed checkpoint.")
+    return table
+
+
+def _chunk(
+    file: Path,
+    stack: contextlib.ExitStack,
+    streams: dict[str, IO[bytes]],
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...] | None,
+    place: Any,
+) -> Entry:
+    """The bytes of one chunk of a tensor."""
+    relative, offset, length = str(place.relative_path), place.offset, place.length
+    path = PurePosixPath(relative)
+    if path.is_absolute() or ".." in path.parts or "\\" in relative or "\0" in relative:
+        raise CheckpointError(f"{file}: says that {name!r} lies in {relative!r}, outside its folder.")
+    if place.fields.get("transform_descriptors"):
+        raise CheckpointError(f"{file}: {name!r} is compressed ({place.transform_descriptors}); save it without extensions.")
+    data = file.parent / relative
+    if relative not in streams:
+        try:
+            streams[relative] = stack.enter_context(data.open("rb"))
+        except OSError as error:
+            raise CheckpointNotFoundError(f"{file}: says that {name!r} lies in {relative!r}, which cannot be opened: {error}.") from error
+    stream = streams[relative]
+    size_bytes = stream.seek(0, io.SEEK_END)
+    if not all(type(number) is int and number >= 0 for number in (offset, length)) or offset + length > size_bytes:
+        raise CheckpointError(f"{data}: truncated: expected at least {offset + length} bytes for {name!r}, found {size_bytes}.")
+    try:
+        with FakeTensorMode():
+            found = torch.load(io.BufferedReader(_Part(stream, offset, length)), map_location="cpu", weights_only=True)
+        start = found.untyped_storage()._checkpoint_offset + found.storage_offset() * found.dtype.itemsize
+    # What stands there can be anything.
+    except Exception as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise CheckpointError(f"{data}: damaged: no tensor at byte {offset}, where {name!r} is said to be ({reason}).") from error
+    if tuple(found.shape) != shape or found.dtype != dtype or found.layout != torch.strided:
+        raise CheckpointError(
+            f"{data}: the chunk of {name!r} at byte {offset} has shape {list(found.shape)} and dtype {found.dtype}; "
+            f"the table says {list(shape or ())} and {dtype}."
+        )
+    strides = None if found.is_contiguous() else tuple(found.stride())
+    nbytes = span_elements(tuple(found.shape), tuple(found.stride())) * dtype.itemsize
+    if start + nbytes > length:
+        raise CheckpointError(f"{data}: damaged: the chunk of {name!r} at byte {offset} ends behind its archive.")
+    return Entry(name, data, offset + start, nbytes, dtype, tuple(found.shape), strides)
+
+
+def _check_cover(file: Path, name: str, shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    """Raises `CheckpointError` unless the boxes (first index, shape) fill the shape, each element once."""
+    for start, size in boxes:
+        if len(start) != len(shape) or any(low < 0 or low + length > whole for low, length, whole in zip(start, size, shape, strict=True)):
+            raise CheckpointError(
+                f"{file}: a chunk of {name!r} at {list(start)} of shape {list(size)} lies outside its shape {list(shape)}."
+            )
+    if any(_overlapping(boxes)):
+        raise CheckpointError(f"{file}: chunks of {name!r} overlap.")
+    held = sum(math.prod(size) for _, size in boxes)
+    if held != math.prod(shape):
+        raise CheckpointError(f"{file}: {name!r} has {math.prod(shape)} elements, its chunks hold {held} of them.")
+
+
+def _overlapping(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Iterator[bool]:
+    """For pairs of boxes whose first dimension overlaps: whether all others do."""
+    filled = sorted((start, size) for start, size in boxes if 0 not in size)
+    open_boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for start, size in filled:
+        if not start:  # numbers without dimensions
+            yield bool(open_boxes)
+        open_boxes = [(low, length) for low, length in open_boxes if not start or low[0] + length[0] > start[0]]
+        for low, length in open_boxes if start else []:
+            yield all(a < b + n and b < a + m for a, m, b, n in zip(start, size, low, length, strict=True))
+        open_boxes.append((start, size))
+
+
+class _Part(io.RawIOBase):
+    """A part of an open file, as a file."""
+
+    def __init__(self, stream: IO[bytes], offset: int, length: int) -> None:
+        self._stream = stream
+        self._offset = offset
+        self._length = length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        wanted = max(0, min(len(view), self._length - self._position))
+        self._stream.seek(self._offset + self._position)
+        data = self._stream.read(wanted)
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)
