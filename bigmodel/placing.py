@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-from .device_map import normalized
+from .device_map import covering_entry, normalized, unknown_entries
 from .devices import DeviceKey, as_device
 from .errors import PlanError
 from .loading import DtypeOf
 from .modules import named_module_tensors
 from .planning import Plan, check_device_map, plan
+from .planning.sizes import tensor_bytes_rule
 from .protocols import TensorSpec
 
 __all__ = ["DeviceMap", "Placing", "find_placing", "main_device_of", "refuse_absent"]
@@ -22,6 +23,8 @@ __all__ = ["DeviceMap", "Placing", "find_placing", "main_device_of", "refuse_abs
 DeviceMap = str | int | torch.device | Mapping[str, Any] | Plan
 """Module name → device, one device for everything, a plan, or the name of a way to find one."""
 
+UNCOUNTED_SHARE: Final = 0.02
+"""Of a model, what a plan made from a checkpoint's headers may not have known of: tensors that the model's code computes."""
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -49,7 +52,8 @@ def find_placing(
 ) -> Placing:
     """Any form of a device map as module name → device, on devices that are there; a strategy is planned, a `Plan` is taken at its word.
 
-    Raises ValueError for an unknown strategy, an unknown device, and a map that leaves a tensor without a place.
+    Raises `PlanError` (a ValueError) for an unknown strategy, an unknown device, a map that leaves a tensor without a place, and a plan
+    that was made for another model, or for weights that take less than this load gives them.
     """
     if isinstance(device_map, str) and device_map in STRATEGIES:
         device_map = plan(
@@ -63,6 +67,7 @@ def find_placing(
             advice=False,
         )
     if isinstance(device_map, Plan):
+        _refuse_other_plan(model, device_map, dtype, dtype_of)
         main = next(use for use in device_map.devices if use.device == device_map.main_device)
         place = Placing(
             dict(device_map.device_map),
@@ -85,6 +90,27 @@ def find_placing(
         place = Placing(devices, main_device_of(devices), offload_buffers)
     refuse_absent(place.device_map)
     return place
+
+
+def _refuse_other_plan(model: nn.Module, made: Plan, dtype: torch.dtype | str | None, dtype_of: DtypeOf | None) -> None:
+    """Raises `PlanError` where the plan is not one of this model, loaded like this."""
+    name = type(model).__name__
+    again = "Plan the model that is loaded, with the dtype that it is loaded in."
+    if unknown := unknown_entries(model, made.device_map):
+        raise PlanError(f"This plan was made for {made.model}: {name} has no {', '.join(map(repr, unknown[:3]))}. {again}")
+    uncovered = [entry for entry, _ in named_module_tensors(model, recurse=True) if covering_entry(entry, made.device_map) is None]
+    if uncovered:
+        raise PlanError(
+            f"This plan was made for {made.model}: it has no place for {', '.join(map(repr, uncovered[:3]))} of {name}. {again}"
+        )
+    special = None if dtype_of is None else _planned_dtypes(model, dtype_of)
+    rule = tensor_bytes_rule(dtype, special)
+    loaded_bytes = sum(rule(entry, tensor) for entry, tensor in named_module_tensors(model, recurse=True))
+    if loaded_bytes > (1 + UNCOUNTED_SHARE) * made.total_bytes:
+        packed = f" packed as {made.weight_format}" if made.weight_format else ""
+        raise PlanError(
+            f"This plan is for {made.model} of {made.total_bytes:,} bytes{packed}, and loading this {name} takes {loaded_bytes:,}. {again}"
+        )
 
 
 def refuse_absent(devices: Mapping[str, DeviceKey]) -> None:
