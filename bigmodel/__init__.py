@@ -17,12 +17,15 @@ from .errors import (
     CheckpointError,
     CheckpointNotFoundError,
     DispatchError,
+    MachineError,
     MatchError,
     MissingPackageError,
     PlanError,
 )
 from .integrations.transformers import from_pretrained
 from .loading import Checkpoint, init_empty_weights, init_on_device, load_checkpoint_in_model
+from .machine import Machine
+from .measuring import measure_machine
 from .planning import Plan, infer_auto_device_map
 from .plans import plan
 
@@ -32,6 +35,8 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
     "DispatchError",
+    "Machine",
+    "MachineError",
     "MatchError",
     "MissingPackageError",
     "Plan",
@@ -48,6 +53,7 @@ __all__ = [
     "load_and_dispatch",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
+    "measure_machine",
     "placement",
     "plan",
     "save_model",

@@ -8,6 +8,7 @@ import typer
 
 from .. import __version__
 from ..errors import BigModelError
+from .bench import bench
 from .env import env
 from .generate import generate
 from .inspect import inspect
@@ -40,6 +41,7 @@ def options(
 app.command()(inspect)
 app.command()(plan)
 app.command()(generate)
+app.command()(bench)
 app.command()(env)
 
 

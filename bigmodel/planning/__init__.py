@@ -6,6 +6,7 @@ from .advice import Advice
 from .conventional import fallback_allocate
 from .cost import Prediction
 from .device_maps import check_device_map, clean_device_map
+from .hardware import Accelerator, find_accelerator
 from .infer import infer_auto_device_map
 from .memory import check_device_same, get_balanced_memory, get_max_memory
 from .plan import DeviceUse, Plan
@@ -29,6 +30,7 @@ from .ties import (
 )
 
 __all__ = [
+    "Accelerator",
     "Advice",
     "CustomDtype",
     "DeviceUse",
@@ -45,6 +47,7 @@ __all__ = [
     "convert_file_size_to_int",
     "dtype_byte_size",
     "fallback_allocate",
+    "find_accelerator",
     "get_balanced_memory",
     "get_max_layer_size",
     "get_max_memory",

@@ -202,23 +202,9 @@ M4 Max              |  | - | 546 | 17.0 | 17.0
 )  # fmt: skip
 """In the order of families; every name is unique."""
 
-_FILLERS = {
-    "nvidia",
-    "geforce",
-    "quadro",
-    "tesla",
-    "amd",
-    "instinct",
-    "radeon",
-    "intel",
-    "graphics",
-    "gpu",
-    "tm",
-    "r",
-    "apple",
-    "(tm)",
-    "(r)",
-}
+_FILLERS = frozenset(
+    ["nvidia", "geforce", "quadro", "tesla", "amd", "instinct", "radeon", "intel", "apple", "graphics", "gpu", "generation", "tm", "r"]
+)
 _SIZE = re.compile(r"[\d.]+\s*([kmgt]i?)?b", re.IGNORECASE)
 
 
