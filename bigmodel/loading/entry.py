@@ -13,7 +13,7 @@ import torch
 from ..errors import CheckpointError, CheckpointNotFoundError
 from .location import CheckpointFile
 
-__all__ = ["Entry", "FileIdentity", "Packed", "Sharded", "contiguous_strides", "span_elements"]
+__all__ = ["Entry", "FileIdentity", "Packed", "Scaled", "Sharded", "contiguous_strides", "span_elements"]
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -85,6 +85,16 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
+class Scaled:
+    """A tensor of 8-bit values, each of which is multiplied with the scale of its block."""
+
+    values: Entry
+    scales: Entry
+    blocks: tuple[int, ...]
+    """Elements of each dimension that share a scale."""
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor in a checkpoint."""
 
@@ -98,7 +108,7 @@ class Entry:
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None = None
     """Elements between neighbours in each dimension; None for a contiguous tensor."""
-    contents: Sharded | Packed | None = None
+    contents: Sharded | Packed | Scaled | None = None
     """What the tensor is made of, where it is not one plain range: `offset` and `strides` mean nothing then."""
 
     @property

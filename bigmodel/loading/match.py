@@ -15,9 +15,10 @@ from ..errors import MatchError
 from ..modules import get_non_persistent_buffers, tensor_aliases
 from ..protocols import TensorSpec
 from .checkpoint import Checkpoint
-from .entry import Entry, FileIdentity
+from .entry import FileIdentity
 from .keys import KeyRules, SameNames, Source, Whole
 from .location import CheckpointFile
+from .scales import ScaledEntries, scaled_entries
 from .transfer import Computation, Transfer, lower
 
 __all__ = ["DtypeOf", "Match", "match"]
@@ -147,7 +148,9 @@ def match(
     """
     tensors, names, empty = _targets(model)
     specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    sources, unexpected = (rules or SameNames()).sources(checkpoint.entries, specs)
+    scaled = scaled_entries(checkpoint.entries, specs)
+    entries = scaled.entries
+    sources, unexpected = (rules or SameNames()).sources(entries, specs)
     transfers: dict[str, Transfer] = {}
     missing: list[str] = []
     ignored: list[str] = []
@@ -165,11 +168,11 @@ def match(
             is_value = not isinstance(tensors[first], nn.Parameter) and tensors[first].device.type != "meta"
             (kept if is_value else missing).append(first)
             continue
-        transfer = lower(source, checkpoint.entries, first, specs[first].dtype)
+        transfer = lower(source, entries, first, specs[first].dtype)
         if transfer.shape != specs[first].shape:
             misshapen.append((first, specs[first].shape, transfer.shape))
             continue
-        transfer, objection = _with_dtype(transfer, specs[first], dtype_of, checkpoint.entries)
+        transfer, objection = _with_dtype(transfer, specs[first], dtype_of, scaled)
         if objection is not None:
             refused.append((first, objection))
             continue
@@ -185,7 +188,7 @@ def match(
         empty_buffers=tuple(empty),
         aliases=aliases,
         location=str(checkpoint.location),
-        available=tuple(checkpoint.entries),
+        available=tuple(entries),
         identities=checkpoint.identities,
     )
 
@@ -198,9 +201,7 @@ def _aliased(names: Sequence[str], sources: Mapping[str, Source], checkpoint: Ch
     )
 
 
-def _with_dtype(
-    transfer: Transfer, spec: TensorSpec, dtype_of: DtypeOf | None, entries: Mapping[str, Entry]
-) -> tuple[Transfer, str | None]:
+def _with_dtype(transfer: Transfer, spec: TensorSpec, dtype_of: DtypeOf | None, scaled: ScaledEntries) -> tuple[Transfer, str | None]:
     """The transfer with the dtype that the tensor shall have, and why it must not get it (None when it may)."""
     found = [piece.origin.dtype for piece in transfer.pieces if piece.origin.dtype is not None]
     in_file = found[0] if found else spec.dtype
@@ -217,8 +218,9 @@ def _with_dtype(
         if why is not None:
             name = piece.origin.name
             companions = [name + ending for ending in SCALE_ENDINGS] + [f"{name.rpartition('.')[0]}.SCB"]
-            scale = next((companion for companion in companions if companion in entries), None)
-            return transfer, why + (f"; its scale {scale} would be ignored" if scale else "")
+            scale = next((companion for companion in companions if companion in scaled.entries), None)
+            reason = scaled.refused.get(name) or (f"its scale {scale} would be ignored" if scale else None)
+            return transfer, why if reason is None else f"{why}; {reason}"
     return transfer, None
 
 

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from ..errors import MatchError
-from .entry import Entry, Packed, Sharded, contiguous_strides
+from .entry import Entry, Packed, Scaled, Sharded, contiguous_strides
 from .keys import Computed, Concatenate, Slice, Source, Stack, Transpose, Whole
 
 __all__ = ["Computation", "Piece", "Transfer", "lower"]
@@ -179,6 +179,8 @@ def _pieces(entry: Entry) -> Iterator[Piece]:
             yield Piece(part, start, part.shape, 0, part.element_strides)
     elif isinstance(entry.contents, Packed):
         yield from _unpacked(entry, entry.contents)
+    elif isinstance(entry.contents, Scaled):
+        yield from _scaled(entry, entry.contents)
     else:
         yield Piece(entry, (0,) * len(entry.shape), entry.shape, 0, entry.element_strides)
 
@@ -198,6 +200,53 @@ def _unpacked(entry: Entry, packed: Packed) -> Iterator[Piece]:
             box = (length,) if len(entry.shape) == 1 else (*(1 for _ in outer), count, length)
             start = (0,) if len(entry.shape) == 1 else (*index, first, 0)
             yield Piece(made, start, box, 0, contiguous_strides(box))
+
+
+def _scaled(entry: Entry, scaled: Scaled) -> Iterator[Piece]:
+    """Rows that are multiplied together: whole blocks, few enough for bounded memory."""
+    shape, blocks = entry.shape, scaled.blocks
+    row_dim = max(0, len(shape) - 2)
+    row_bytes = math.prod(shape[row_dim + 1 :]) * entry.dtype.itemsize
+    together = max(1, UNPACKED_BYTES // max(1, row_bytes))
+    if row_dim < len(shape):
+        block = blocks[row_dim]
+        # Parts of a block have the same scale, so one that does not fit is cut; but no part reaches into the next one.
+        if block < shape[row_dim]:
+            together = together // block * block or next(size for size in range(together, 0, -1) if block % size == 0)
+    for index in itertools.product(*map(range, shape[:row_dim])):
+        for first in range(0, shape[row_dim] if shape else 1, together):
+            count = min(together, shape[row_dim] - first) if shape else 1
+            start = (*index, first, *(0 for _ in shape[row_dim + 1 :]))[: len(shape)]
+            box = (*(1 for _ in index), count, *shape[row_dim + 1 :])[: len(shape)]
+            values = _clipped(scaled.values, start, box)
+            made = Computation((values, _scales_of(scaled, start, box)), partial(_multiply, blocks), box, entry.dtype)
+            yield Piece(made, start, box, 0, contiguous_strides(box))
+
+
+def _clipped(entry: Entry, start: tuple[int, ...], box: tuple[int, ...]) -> Transfer:
+    """The part of an entry's tensor in a box."""
+    pieces = list(_pieces(entry))
+    for dim, (first, length) in enumerate(zip(start, box, strict=True)):
+        pieces = [part for piece in pieces if (part := piece.clipped(dim, first, length)) is not None]
+    return Transfer(entry.name, box, entry.dtype, tuple(pieces))
+
+
+def _scales_of(scaled: Scaled, start: tuple[int, ...], box: tuple[int, ...]) -> Transfer:
+    """The scales of a box that begins at the first element of a block, or lies within one, in every dimension; as many dimensions as it."""
+    counts = tuple(-(-size // block) if block else 0 for size, block in zip(scaled.values.shape, scaled.blocks, strict=True))
+    first = tuple(low // max(1, block) for low, block in zip(start, scaled.blocks, strict=True))
+    ends = ((low + size - 1) // max(1, block) + 1 for low, size, block in zip(start, box, scaled.blocks, strict=True))
+    seen = replace(scaled.scales, shape=counts, strides=None)
+    return _clipped(seen, first, tuple(end - low for low, end in zip(first, ends, strict=True)))
+
+
+def _multiply(blocks: tuple[int, ...], inputs: list[torch.Tensor]) -> torch.Tensor:
+    values, scales = inputs
+    scales = scales.to(torch.float32)
+    for dim, (size, block) in enumerate(zip(values.shape, blocks, strict=True)):
+        if scales.shape[dim] > 1 and block > 1:
+            scales = scales.repeat_interleave(block, dim).narrow(dim, 0, size)
+    return values.to(torch.float32).mul_(scales)
 
 
 def _unpack(packed: Packed, inputs: list[torch.Tensor]) -> torch.Tensor:

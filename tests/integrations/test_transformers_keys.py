@@ -173,15 +173,21 @@ def test_experts_of_different_shapes_are_refused_by_name(tmp_path, checkpoint_fo
         matched(folder)
 
 
-def test_scales_without_a_quantization_config_are_refused(tmp_path, checkpoint_folder):
-    def pack(tensors: dict[str, torch.Tensor]) -> None:
-        name = "model.layers.0.self_attn.q_proj.weight"
-        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-        tensors[name + "_scale_inv"] = torch.ones(1, 1)
+def test_scales_are_applied_or_refused(tmp_path, checkpoint_folder):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    packed = {}
 
-    folder = rewrite(checkpoint_folder("llama"), tmp_path, pack)
-    _, found = matched(folder)
-    with pytest.raises(MatchError, match=r"q_proj\.weight .*q_proj\.weight_scale_inv would be ignored"):
+    def pack(tensors: dict[str, torch.Tensor], scale: torch.Tensor) -> None:
+        packed["value"] = (tensors[name] * 100).to(torch.float8_e4m3fn)
+        tensors[name] = packed["value"]
+        tensors[name + "_scale_inv"] = scale
+
+    model, found = matched(rewrite(checkpoint_folder("llama"), tmp_path / "right", lambda tensors: pack(tensors, torch.full((1, 1), 0.01))))
+    found.check(strict=True)
+    materialize(model, found, progress=False)
+    assert torch.equal(model.get_parameter(name), packed["value"].float() * torch.tensor(0.01))
+    _, found = matched(rewrite(checkpoint_folder("llama"), tmp_path / "wrong", lambda tensors: pack(tensors, torch.ones(3, 1))))
+    with pytest.raises(MatchError, match=r"q_proj\.weight .*q_proj\.weight_scale_inv of shape \[3, 1\] does not tell"):
         found.check()
 
 

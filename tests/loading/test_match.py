@@ -131,7 +131,8 @@ def test_computed_buffers_on_meta_are_refused_by_name(tmp_path: Path, filled: nn
 def test_scales_are_never_ignored(tmp_path: Path, stored: torch.dtype, wanted: torch.dtype, scale: str | None) -> None:
     model = nn.ModuleList([nn.Module()])
     model[0].register_parameter("weight", nn.Parameter(torch.zeros(2, 2, dtype=wanted), requires_grad=False))
-    state = {"0.weight": torch.ones(2, 2).to(stored)} | ({scale: torch.ones(2)} if scale else {})
+    # Three scales for two rows: nothing tells what they are for.
+    state = {"0.weight": torch.ones(2, 2).to(stored)} | ({scale: torch.ones(3)} if scale else {})
     with pytest.raises(MatchError, match=rf"0\.weight \({stored} in the checkpoint, {wanted} in the model.*{scale or ''}"):
         matched(model, state, tmp_path).check()
 
