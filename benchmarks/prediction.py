@@ -35,7 +35,7 @@ def planned(folder: str, budgets: dict[int | str, int]):
     from bigmodel.planning.stages import run_of, stages_of
 
     model = empty_llama(bigmodel, folder, torch.bfloat16)
-    made = bigmodel.plan(model, budgets, advice=False)
+    made = bigmodel.plan(model, budgets)
     inventory = find_items(model, tensor_bytes_rule())
     units = join_tied(inventory, offload_buffers=made.offload_buffers)
     assignment = assign(units, budgets, mode="auto")

@@ -202,7 +202,7 @@ def forward(
             work.add(_crossing_seconds(nbytes, before, stage.runs_on, machine), _link_text(stage.runs_on))
         before = stage.runs_on
         if stage.row_bytes:
-            rows = _transfer(stage, stage.row_bytes * run.batch * tokens, machine, Moving(), is_cached=is_cached)
+            rows = _transfer(stage, stage.row_bytes * run.batch * tokens, machine, Moving(1), is_cached=is_cached)
             work.add(rows.seconds, rows.cause)
         if stage.moved_bytes and moves:
             segments.append((_transfer(stage, stage.moved_bytes, machine, moving, is_cached=is_cached), work))
@@ -302,7 +302,11 @@ def _arithmetic(stage: Stage, machine: Machine, run: Run, tokens: int, past: int
 
 
 def _transfer(stage: Stage, nbytes: int, machine: Machine, moving: Moving, *, is_cached: bool) -> _Transfer:
-    """From where the stage rests to where it runs: one leg after the other, as one thread walks them."""
+    """From where the stage rests to where it runs.
+
+    Where calls only queue work, the next group is brought into staging memory while this one crosses the link, if the ring has two slots:
+    the longer leg counts. Otherwise one comes after the other.
+    """
     legs: list[tuple[float, str]] = []
     core_seconds = 0.0
     on_host = stage.runs_on == "cpu"
@@ -321,8 +325,9 @@ def _transfer(stage: Stage, nbytes: int, machine: Machine, moving: Moving, *, is
         legs.append((copying, "RAM"))
     if not on_host:
         legs.append((_from_host(stage.runs_on, machine).seconds(nbytes), _link_text(stage.runs_on)))
-    slowest = max(legs, default=(0.0, "page cache"))
-    return _Transfer(sum(seconds for seconds, _ in legs), core_seconds, slowest[1])
+    longest, cause = max(legs, default=(0.0, "page cache"))
+    overlap = moving.ring_slots >= 2 and _rates(stage.runs_on, machine).queues
+    return _Transfer(longest if overlap else sum(seconds for seconds, _ in legs), core_seconds, cause)
 
 
 def _add_work(found: Forward, work: _Work, scale: float = 1.0) -> None:

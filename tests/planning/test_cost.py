@@ -36,8 +36,13 @@ def test_what_is_resident_takes_the_longer_of_reading_and_multiplying():
 
 
 def test_with_two_slots_a_transfer_hides_arithmetic_or_is_hidden():
-    assert seconds(*[FROM_RAM] * 3) == (45.0, "link to device 0")
+    assert seconds(*[FROM_RAM] * 3) == (30.0, "link to device 0")
     assert seconds(*[FROM_RAM] * 3, tokens=1000) == (300.0, "arithmetic of device 0")
+
+
+def test_both_legs_of_a_transfer_are_under_way_at_once_only_where_work_is_queued():
+    waiting = replace(MACHINE, devices={0: replace(GPU, queues=False), "cpu": CPU})
+    assert seconds(*[FROM_RAM] * 3, machine=waiting) == (45.0, "link to device 0")
 
 
 def test_with_one_slot_they_take_turns():
@@ -52,21 +57,25 @@ def test_what_the_ring_holds_is_not_brought_again():
 
 
 def test_resident_stages_compute_while_the_next_transfer_is_under_way():
-    long = replace(RESIDENT, weight_bytes=1400)
-    assert seconds(FROM_RAM, long, FROM_RAM, FROM_RAM) == (45.0, "link to device 0")
-    assert seconds(FROM_RAM, FROM_RAM, FROM_RAM, long) == (45.0, "link to device 0")
-    assert seconds(long, FROM_RAM, FROM_RAM, FROM_RAM) == (45.0, "link to device 0")  # the forward before has begun the transfer
-    assert seconds(FROM_RAM, long, long, FROM_RAM, FROM_RAM) == (59.0, "link to device 0")  # 1 + 14 + 14, 15, 15
-    assert seconds(FROM_RAM, long, moving=ONE) == (15.0, "memory of device 0")  # one group, which stays in the ring
+    long = replace(RESIDENT, weight_bytes=900)
+    assert seconds(FROM_RAM, long, FROM_RAM, FROM_RAM) == (30.0, "link to device 0")
+    assert seconds(FROM_RAM, FROM_RAM, FROM_RAM, long) == (30.0, "link to device 0")
+    assert seconds(long, FROM_RAM, FROM_RAM, FROM_RAM) == (30.0, "link to device 0")  # the forward before has begun the transfer
+    assert seconds(FROM_RAM, long, long, FROM_RAM, FROM_RAM) == (39.0, "link to device 0")  # 1 + 9 + 9, 10, 10
+    assert seconds(FROM_RAM, long, moving=ONE) == (10.0, "memory of device 0")  # one group, which stays in the ring
 
 
 def test_page_locked_ram_is_not_copied_first():
-    assert seconds(*[FROM_RAM] * 3, moving=Moving(2, locks_ram=True)) == (30.0, "link to device 0")
+    slow = replace(MACHINE, ram=rate(5))
+    assert seconds(*[FROM_RAM] * 3, machine=slow) == (60.0, "RAM")
+    assert seconds(*[FROM_RAM] * 3, machine=slow, moving=Moving(2, locks_ram=True)) == (30.0, "link to device 0")
+    assert seconds(*[FROM_RAM] * 3, moving=Moving(1, locks_ram=True)) == (33.0, "link to device 0")
 
 
 def test_the_disk_is_read_unless_the_page_cache_holds_the_file():
-    assert seconds(*[FROM_DISK] * 3) == (37.5, "link to device 0")
-    assert seconds(*[FROM_DISK] * 3, is_cached=False) == (90.0, "disk")
+    assert seconds(*[FROM_DISK] * 3) == (30.0, "link to device 0")
+    assert seconds(*[FROM_DISK] * 3, is_cached=False) == (60.0, "disk")
+    assert seconds(*[FROM_DISK] * 3, is_cached=False, moving=ONE) == (93.0, "disk")
 
 
 def test_on_the_cpu_copies_and_arithmetic_share_the_cores():
@@ -82,7 +91,7 @@ def test_pages_that_are_used_in_place_are_not_copied():
     mapped = Moving(2, maps_files=True)
     assert seconds(*[ON_CPU] * 3, moving=mapped) == (3.0, "memory of cpu")
     assert seconds(*[ON_CPU] * 3, moving=mapped, is_cached=False) == (60.0, "disk")
-    assert seconds(*[FROM_DISK] * 3, moving=mapped) == (37.5, "link to device 0")  # a link has to be crossed in any case
+    assert seconds(*[FROM_DISK] * 3, moving=mapped) == (30.0, "link to device 0")  # a link has to be crossed in any case
 
 
 def test_only_the_experts_that_tokens_choose_are_read():
@@ -147,11 +156,11 @@ def test_loading_goes_at_the_pace_of_the_slowest():
 def test_a_prediction_is_cold_at_first_and_warm_later_if_ram_allows():
     stages = [FROM_DISK] * 3
     found = predict(stages, MACHINE, RUN, Moving(2, cached_bytes=300), context=10)
-    assert (found.prefill_seconds, found.decode_seconds, found.binds) == (90.0, 37.5, "link to device 0")
+    assert (found.prefill_seconds, found.decode_seconds, found.binds) == (60.0, 30.0, "link to device 0")
     assert (found.context, found.batch, found.source) == (10, 1, "measured")
-    assert found.prefill_tokens_per_second == pytest.approx(10 / 90)
+    assert found.prefill_tokens_per_second == pytest.approx(10 / 60)
     short = predict(stages, MACHINE, RUN, Moving(2, cached_bytes=299), context=10)
-    assert (short.decode_seconds, short.binds) == (90.0, "disk")
+    assert (short.decode_seconds, short.binds) == (60.0, "disk")
 
 
 def test_a_batch_decodes_more_tokens_in_a_step():

@@ -28,9 +28,9 @@ def test_a_machine_gives_times():
     made = plan(Decoder(), BUDGETS, machine=MACHINE, context=7)
     assert made.prediction is not None
     assert (made.prediction.context, made.prediction.batch, made.prediction.source) == (7, 1, "measured")
-    # Every byte that moves is copied in RAM at 20 and crosses the link at 10 bytes a second; all else is hidden.
+    # Every byte that moves crosses the link at 10 bytes a second; all else is hidden.
     assert made.moved_bytes >= 5 * BLOCK
-    assert made.prediction.decode_seconds >= made.moved_bytes * (1 / 20 + 1 / 10)
+    assert made.prediction.decode_seconds >= made.moved_bytes / 10
     assert made.prediction.binds == "link to device 0"
     assert "decoding waits for the link to device 0" in " ".join(str(made).split())
     assert Plan.from_json(made.to_json()) == made
