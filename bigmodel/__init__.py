@@ -21,6 +21,7 @@ from .errors import (
     MatchError,
     MissingPackageError,
     PlanError,
+    QuantizationError,
 )
 from .integrations.transformers import from_pretrained
 from .loading import Checkpoint, init_empty_weights, init_on_device, load_checkpoint_in_model
@@ -41,6 +42,7 @@ __all__ = [
     "MissingPackageError",
     "Plan",
     "PlanError",
+    "QuantizationError",
     "cpu_offload",
     "cpu_offload_with_hook",
     "disk_offload",

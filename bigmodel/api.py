@@ -24,7 +24,6 @@ from .dispatch import (
     attach_layerwise_casting_hooks,
     dispatch,
     dispatched,
-    get_parameter,
     show_device_map,
 )
 from .errors import PlanError
@@ -45,6 +44,7 @@ from .modules import named_module_tensors
 from .placing import DeviceMap, Placing, find_placing, main_device_of, refuse_absent
 from .planning import check_device_map, convert_file_size_to_int, infer_auto_device_map
 from .protocols import Store
+from .quantizing import quantized_load
 
 __all__ = [
     "attach_layerwise_casting_hooks",
@@ -82,6 +82,8 @@ def load_and_dispatch(
     skip_keys: str | Collection[str] | None = None,
     preload_module_classes: Collection[str] | None = None,
     force_hooks: bool = False,
+    quantization: Any = None,
+    packed_cache: bool | str | Path | None = None,
     progress: bool | None = None,
 ) -> nn.Module:
     """Fills `model` (usually on meta) from `checkpoint` and makes it run wherever its weights rest. The whole job, in four steps.
@@ -101,36 +103,46 @@ def load_and_dispatch(
         skip_keys: names of arguments of `forward` that stay where they are.
         preload_module_classes: classes whose whole tree is brought when they run, because they use their children's weights themselves.
         force_hooks: attaches hooks even when nothing moves.
+        quantization: a `BnbQuantizationConfig` (or transformers' `BitsAndBytesConfig`): linear layers are packed to 4 or 8 bits as their
+            weights arrive. A checkpoint that holds packed weights is loaded as it is, with a config or without.
+        packed_cache: a folder for packed weights (True: beside the checkpoint), from which the next load with the same config reads them.
         progress: shows a bar; by default on a terminal.
 
     Raises:
         PlanError: the map or the budgets cannot work. MatchError: names or shapes do not fit. CheckpointError: a file is damaged.
-        The model is unchanged after any of them.
+        QuantizationError: a config that is none, or packed weights that do not fit it. The model is unchanged after any of them.
     """
-    if device_map is None:
-        place = None
-    else:
-        place = find_placing(
+    with quantized_load(
+        model, checkpoint, quantization, rules=rules, dtype=dtype, dtype_of=dtype_of, packed_cache=packed_cache
+    ) as quantized:
+        if device_map is None:
+            place = None
+        else:
+            place = find_placing(
+                model,
+                device_map,
+                max_memory=max_memory,
+                no_split_module_classes=no_split_module_classes,
+                dtype=dtype,
+                dtype_of=quantized.dtype_of,
+                offload_buffers=offload_buffers,
+                weight_format=quantized.weight_format,
+            )
+        report = load(
             model,
-            device_map,
-            max_memory=max_memory,
-            no_split_module_classes=no_split_module_classes,
-            dtype=dtype,
-            dtype_of=dtype_of,
-            offload_buffers=offload_buffers,
+            checkpoint,
+            None if place is None else place.device_map,
+            rules=quantized.rules,
+            dtype_of=quantized.dtype_of or dtype_rule(dtype),
+            ignore_missing=ignore_missing,
+            ignore_unexpected=ignore_unexpected,
+            strict=strict,
+            offload_buffers=place is not None and place.offload_buffers,
+            packer=quantized.packer,
+            packed_file=quantized.packed_file,
+            progress=progress,
         )
-    report = load(
-        model,
-        checkpoint,
-        None if place is None else place.device_map,
-        rules=rules,
-        dtype_of=dtype_of or dtype_rule(dtype),
-        ignore_missing=ignore_missing,
-        ignore_unexpected=ignore_unexpected,
-        strict=strict,
-        offload_buffers=place is not None and place.offload_buffers,
-        progress=progress,
-    )
+        quantized.install(model, report)
     if place is None:
         return model
     return _dispatch_or_move(
@@ -160,17 +172,20 @@ def load_checkpoint_and_dispatch(
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
+    *,
+    quantization: Any = None,
+    packed_cache: bool | str | Path | None = None,
 ) -> nn.Module:
     """Loads a checkpoint (file, folder or index) into `model` and attaches what makes it run under `device_map`.
 
     `device_map`, `max_memory`, `no_split_module_classes`, `offload_buffers`, `dtype`, `skip_keys`, `preload_module_classes`,
-    `force_hooks` and `strict` are as in `load_and_dispatch`. `offload_folder` and `offload_state_dict` are accepted for old scripts and
-    need not be given: offloaded weights are read from the checkpoint itself, so nothing is written, and nothing is spooled.
-    `full_state_dict` and `broadcast_from_rank0` apply where `device_map` is None, see `load_checkpoint_in_model`.
+    `force_hooks`, `strict`, `quantization` and `packed_cache` are as in `load_and_dispatch`. `offload_folder` and `offload_state_dict` are
+    accepted for old scripts and need not be given: offloaded weights are read from the checkpoint itself, so nothing is written, and
+    nothing is spooled. `full_state_dict` and `broadcast_from_rank0` apply where `device_map` is None, see `load_checkpoint_in_model`.
 
     Returns the same model. Raises ValueError for an unknown strategy, and the errors of `load_and_dispatch`.
     """
-    if device_map is None:
+    if device_map is None and quantization is None:
         load_checkpoint_in_model(
             model, checkpoint, dtype=dtype, strict=strict, full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0
         )
@@ -187,6 +202,8 @@ def load_checkpoint_and_dispatch(
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
+        quantization=quantization,
+        packed_cache=packed_cache,
     )
     if isinstance(device_map, Mapping):
         show_device_map(model, device_map)  # as the caller wrote it
@@ -295,14 +312,20 @@ def save_model(
 
     `max_shard_size` is in bytes or as "5GB". Ties are saved once. Files appear together when all are complete; see `loading.save_model`.
     """
+    state = model.state_dict(keep_vars=True)
     return write_model(
         model,
         folder,
         convert_file_size_to_int(max_shard_size),
         safe_serialization,
         metadata,
-        fetch=lambda name: get_parameter(model, name),
+        fetch=lambda name: _value(state[name]),
     )
+
+
+def _value(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor of the state dict, fetched if they rest elsewhere."""
+    return tensor.origin.fetch(torch.device("cpu")) if isinstance(tensor, LazyTensor) else tensor.detach()
 
 
 def _dispatch_or_move(

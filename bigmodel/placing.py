@@ -16,7 +16,7 @@ from .loading import DtypeOf
 from .modules import named_module_tensors
 from .planning import Plan, check_device_map, plan
 from .planning.sizes import tensor_bytes_rule
-from .protocols import TensorSpec
+from .protocols import TensorSpec, WeightFormat
 
 __all__ = ["DeviceMap", "Placing", "find_placing", "main_device_of", "refuse_absent"]
 
@@ -49,6 +49,7 @@ def find_placing(
     dtype: torch.dtype | str | None = None,
     dtype_of: DtypeOf | None = None,
     offload_buffers: bool = False,
+    weight_format: WeightFormat | None = None,
 ) -> Placing:
     """Any form of a device map as module name → device, on devices that are there; a strategy is planned, a `Plan` is taken at its word.
 
@@ -64,10 +65,11 @@ def find_placing(
             special_dtypes=None if dtype_of is None else _planned_dtypes(model, dtype_of),
             mode=device_map,
             offload_buffers=offload_buffers,
+            weight_format=weight_format,
             advice=False,
         )
     if isinstance(device_map, Plan):
-        _refuse_other_plan(model, device_map, dtype, dtype_of)
+        _refuse_other_plan(model, device_map, dtype, dtype_of, weight_format)
         main = next(use for use in device_map.devices if use.device == device_map.main_device)
         place = Placing(
             dict(device_map.device_map),
@@ -92,10 +94,12 @@ def find_placing(
     return place
 
 
-def _refuse_other_plan(model: nn.Module, made: Plan, dtype: torch.dtype | str | None, dtype_of: DtypeOf | None) -> None:
+def _refuse_other_plan(
+    model: nn.Module, made: Plan, dtype: torch.dtype | str | None, dtype_of: DtypeOf | None, weight_format: WeightFormat | None
+) -> None:
     """Raises `PlanError` where the plan is not one of this model, loaded like this."""
     name = type(model).__name__
-    again = "Plan the model that is loaded, with the dtype that it is loaded in."
+    again = "Plan the model that is loaded, with the dtype that it is loaded in, and the packed format."
     if unknown := unknown_entries(model, made.device_map):
         raise PlanError(f"This plan was made for {made.model}: {name} has no {', '.join(map(repr, unknown[:3]))}. {again}")
     uncovered = [entry for entry, _ in named_module_tensors(model, recurse=True) if covering_entry(entry, made.device_map) is None]
@@ -104,7 +108,7 @@ def _refuse_other_plan(model: nn.Module, made: Plan, dtype: torch.dtype | str | 
             f"This plan was made for {made.model}: it has no place for {', '.join(map(repr, uncovered[:3]))} of {name}. {again}"
         )
     special = None if dtype_of is None else _planned_dtypes(model, dtype_of)
-    rule = tensor_bytes_rule(dtype, special)
+    rule = tensor_bytes_rule(dtype, special, None if weight_format is None else weight_format.packed_sizes(model))
     loaded_bytes = sum(rule(entry, tensor) for entry, tensor in named_module_tensors(model, recurse=True))
     if loaded_bytes > (1 + UNCOUNTED_SHARE) * made.total_bytes:
         packed = f" packed as {made.weight_format}" if made.weight_format else ""

@@ -25,7 +25,7 @@ from .reader import Reader
 from .report import LoadReport
 from .save import Fetch, save_model
 from .set_tensor import set_module_tensor_to_device
-from .state_dict import load_state_dict
+from .state_dict import load_state_dict, read_tensors
 from .store import CheckpointStore
 from .transfer import Computation, Piece, Transfer
 
@@ -73,6 +73,7 @@ __all__ = [
     "offload_weight",
     "placements",
     "read_offload_index",
+    "read_tensors",
     "save_model",
     "save_offload_index",
     "set_module_tensor_to_device",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from .keys import Whole
 from .reader import Reader
 from .transfer import lower
 
-__all__ = ["load_state_dict"]
+__all__ = ["load_state_dict", "read_tensors"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,3 +54,15 @@ def load_state_dict(checkpoint_file: str | Path, device_map: Mapping[str, object
     finally:
         reader.close()
     return {transfer.target: tensor for transfer, tensor in jobs}
+
+
+def read_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Some tensors of a checkpoint, by name, on CPU. Raises `CheckpointError` when a file has changed."""
+    entries = checkpoint.entries
+    values = {name: empty_host_tensor(entries[name].shape, entries[name].dtype) for name in names}
+    reader = Reader(checkpoint.identities)
+    try:
+        reader.read([(lower(Whole(name), entries, name, value.dtype), value) for name, value in values.items()])
+    finally:
+        reader.close()
+    return values

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from .config import BnbQuantizationConfig, Scheme, scheme_of
+from .description import Description, described
 from .formats import FORMAT_NAMES, FourBit, Int8, PackedFormat, weight_format
 from .packer import WeightPacker
-from .replacement import has_4bit_bnb_layers, install, pack, packed_layers, replace_with_bnb_layers
+from .replacement import Places, has_4bit_bnb_layers, install, pack, packed_layers, replace_with_bnb_layers
 from .selection import Selection, keep_list, select
+from .stored import StoredWeight, stored_weights
 
 __all__ = [
     "FORMAT_NAMES",
     "BnbQuantizationConfig",
+    "Description",
     "FourBit",
     "Int8",
     "PackedFormat",
+    "Places",
     "Scheme",
     "Selection",
+    "StoredWeight",
     "WeightPacker",
+    "described",
     "has_4bit_bnb_layers",
     "install",
     "keep_list",
@@ -25,5 +31,6 @@ __all__ = [
     "replace_with_bnb_layers",
     "scheme_of",
     "select",
+    "stored_weights",
     "weight_format",
 ]

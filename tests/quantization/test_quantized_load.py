@@ -1,0 +1,216 @@
+"""Quantized loading through the public calls: values, places, bytes, what is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from quantized_models import TOKENS, Block, empty_net, saved_net, with_bitsandbytes
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from bigmodel import MatchError, PlanError, QuantizationError, load_checkpoint_and_dispatch, placement, save_model
+from bigmodel.planning import plan
+from bigmodel.quantization import BnbQuantizationConfig, packed_layers, scheme_of, weight_format
+
+CONFIGS = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "fp32"},
+    "nf4-dq": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": "bf16",
+        "torch_dtype": "fp32",
+    },
+    "fp4": {"load_in_4bit": True, "bnb_4bit_compute_dtype": "fp32"},
+    "int8": {"load_in_8bit": True, "torch_dtype": "fp32"},
+    "int8 in bfloat16": {"load_in_8bit": True, "torch_dtype": "bf16", "llm_int8_threshold": 2.0},
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request):
+    return BnbQuantizationConfig(**CONFIGS[request.param])
+
+
+NF4 = BnbQuantizationConfig(**CONFIGS["nf4"])
+
+
+def output(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS)
+
+
+MAPS = {
+    "cpu": {"": "cpu"},
+    "none": None,
+    "blocks on disk": {"": "cpu", "layers.0": "disk", "layers.2": "disk"},
+    "all on disk": {"": "disk"},
+}
+
+
+@pytest.mark.parametrize("device_map", MAPS.values(), ids=MAPS)
+def test_outputs_are_those_of_bitsandbytes_own_layers_wherever_weights_rest(tmp_path, config, device_map):
+    net = saved_net(tmp_path)
+    before = copy.deepcopy(config)
+    model = load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map=device_map, quantization=config)
+    assert config == before
+    assert torch.equal(output(model), output(with_bitsandbytes(net, config)))
+    assert torch.equal(output(model), output(with_bitsandbytes(net, config)))  # nothing was used up by the first forward
+    assert sorted(packed_layers(model)) == sorted(f"layers.{n}.{name}" for n in range(4) for name in ("up", "down"))
+    assert (model.is_loaded_in_4bit, model.is_loaded_in_8bit) == (config.load_in_4bit, config.load_in_8bit)
+
+
+def test_packed_weights_travel_with_their_companions(tmp_path, accelerators, config):
+    accelerators(1, check_leaks=False)  # bitsandbytes keeps small tables on each device
+    net = saved_net(tmp_path)
+    device_map = {"embed": 0, "layers.0": 0, "layers.1": "cpu", "layers.2": "disk", "layers.3": "disk", "head": 0}
+    model = load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map=device_map, quantization=config)
+    expected = output(with_bitsandbytes(net, config))
+    for _ in range(2):
+        assert torch.equal(output(model).cpu(), expected)
+    rests = {row.name: row.rests for row in placement(model).rows if row.counters is not None}
+    assert rests == {"layers.1": "cpu", "layers.2": "disk", "layers.3": "disk"}
+    assert not placement(model).outside_reads
+
+
+def test_planned_bytes_are_the_loaded_ones(tmp_path, config):
+    saved_net(tmp_path)
+    packing = scheme_of(config).format
+    planned = plan(empty_net(), {"cpu": "1GB"}, dtype=config.torch_dtype, weight_format=packing)
+    model = load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map="auto", max_memory={"cpu": "1GB"}, quantization=config)
+    assert planned.total_bytes == sum(tensor.untyped_storage().nbytes() for tensor in model.parameters())
+    again = load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map=planned, quantization=config)
+    assert torch.equal(output(again), output(model))
+    with pytest.raises(PlanError, match=f"packed as {packing.name}"):
+        load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map=planned)
+
+
+def test_a_model_that_fits_only_packed_stays_where_it_computes(tmp_path):
+    saved_net(tmp_path)
+    with torch.device("meta"):
+        total = plan(empty_net(), {"cpu": "1GB"}, weight_format=weight_format("nf4")).total_bytes
+    model = load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map="auto", max_memory={"cpu": total, "disk": 0}, quantization=NF4)
+    assert set(model.hf_device_map.values()) == {"cpu"}
+
+
+def test_modules_are_skipped_and_kept_in_float32_by_name(tmp_path):
+    saved_net(tmp_path)
+    config = BnbQuantizationConfig(load_in_8bit=True, skip_modules=["layers.1", "head"], keep_in_fp32_modules=["layers.2.up", "norm"])
+    model = load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map={"": "cpu"}, quantization=config)
+    dtypes = {name: tensor.dtype for name, tensor in model.named_parameters() if name.endswith("weight")}
+    assert dtypes["layers.0.up.weight"] == torch.int8
+    assert dtypes["layers.1.up.weight"] == torch.float16
+    assert dtypes["layers.2.up.weight"] == torch.float32
+    assert dtypes["layers.2.down.weight"] == torch.int8
+    assert dtypes["layers.0.norm.weight"] == torch.float32
+    assert dtypes["head.weight"] == torch.float16
+
+
+def test_packed_models_are_saved_and_loaded_without_packing_again(tmp_path, config):
+    saved_net(tmp_path)
+    model = load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map={"": "cpu", "layers.1": "disk"}, quantization=config)
+    save_model(model, tmp_path / "packed")
+    theirs = with_bitsandbytes(saved_net(tmp_path), config).state_dict()
+    saved = load_file(tmp_path / "packed" / "model.safetensors")
+    assert sorted(saved) == sorted(theirs)
+    assert all(torch.equal(saved[name], value) for name, value in theirs.items())
+    for device_map in ({"": "cpu"}, {"": "cpu", "layers.2": "disk"}):
+        for asked in (config, None):
+            again = load_checkpoint_and_dispatch(
+                empty_net(config.torch_dtype), tmp_path / "packed", device_map=device_map, quantization=asked
+            )
+            if asked is not None:
+                assert torch.equal(output(again), output(model))
+            assert sorted(packed_layers(again)) == sorted(packed_layers(model))
+
+
+def test_state_dicts_of_bitsandbytes_own_layers_load(tmp_path, config):
+    theirs = with_bitsandbytes(saved_net(tmp_path), config)
+    save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    model = load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map={"": "cpu"}, quantization=config)
+    assert torch.equal(output(model), output(theirs))
+
+
+def test_a_second_load_reads_the_kept_packed_weights(tmp_path, config):
+    saved_net(tmp_path)
+    first = load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map={"": "cpu"}, quantization=config, packed_cache=True)
+    (file,) = (tmp_path / ".bigmodel-packed").iterdir()
+    before = file.stat().st_mtime_ns
+    second = load_checkpoint_and_dispatch(
+        empty_net(), tmp_path, device_map={"": "cpu", "layers.0": "disk"}, quantization=config, packed_cache=True
+    )
+    assert torch.equal(output(first), output(second))
+    assert file.stat().st_mtime_ns == before
+    saved_net(tmp_path)  # written anew: another checkpoint, as far as anybody can tell
+    load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map={"": "cpu"}, quantization=config, packed_cache=True)
+    assert len(list((tmp_path / ".bigmodel-packed").iterdir())) == 2
+
+
+def test_packed_weights_of_other_bits_or_shapes_are_refused_and_the_model_stays(tmp_path):
+    saved_net(tmp_path)
+    model = load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map={"": "cpu"}, quantization=NF4)
+    save_model(model, tmp_path / "packed")
+    net = empty_net()
+    with pytest.raises(QuantizationError, match=r"packed as nf4, and the config asks for int8"):
+        load_checkpoint_and_dispatch(
+            net, tmp_path / "packed", device_map={"": "cpu"}, quantization=BnbQuantizationConfig(load_in_8bit=True)
+        )
+    net.layers[3].up = nn.Linear(8, 8, device="meta")
+    with pytest.raises(MatchError, match=r"layers.3.up.weight was packed from shape \[192, 64\]; the model has \[8, 8\]"):
+        load_checkpoint_and_dispatch(net, tmp_path / "packed", device_map={"": "cpu"})
+    assert not packed_layers(net)
+
+
+def test_a_missing_weight_is_named_and_leaves_the_model(tmp_path):
+    state = saved_net(tmp_path).state_dict()
+    del state["layers.1.up.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    net = empty_net()
+    with pytest.raises(MatchError, match=r"layers\.1\.up\.weight"):
+        load_checkpoint_and_dispatch(net, tmp_path, device_map={"": "cpu"}, quantization=NF4)
+    assert not packed_layers(net)
+    assert all(tensor.is_meta for tensor in net.parameters())
+
+
+def test_a_shared_layer_is_packed_once_and_stays_shared(tmp_path):
+    net = empty_net()
+    net.layers[3] = net.layers[1]
+    saved = saved_net(tmp_path)
+    saved.layers[3] = saved.layers[1]
+    save_file({name: value for name, value in saved.state_dict().items() if "layers.3" not in name}, tmp_path / "model.safetensors")
+    model = load_checkpoint_and_dispatch(net, tmp_path, device_map={"": "cpu"}, quantization=NF4)
+    assert model.layers[3].up is model.layers[1].up
+    assert isinstance(model.layers[3], Block)
+    reference = with_bitsandbytes(saved, NF4)
+    reference.layers[3] = reference.layers[1]
+    assert torch.equal(output(model), output(reference))
+
+
+def test_gradients_reach_adapters_over_packed_layers_wherever_these_rest(tmp_path):
+    saved_net(tmp_path)
+
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base = base
+            self.a = nn.Parameter(torch.full((8, base.in_features), 0.01))
+            self.b = nn.Parameter(torch.full((base.out_features, 8), 0.02))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + x @ self.a.T @ self.b.T
+
+    found = []
+    for device_map in ({"": "cpu"}, {"": "cpu", "layers.0": "disk", "layers.1": "disk", "layers.2": "disk"}):
+        model = load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map=device_map, quantization=NF4)
+        model.requires_grad_(False)
+        for block in model.layers:
+            block.up = Adapted(block.up)
+        model.train()
+        model(TOKENS).float().square().mean().backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+        assert len(gradients) == 8
+        assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
+        found.append(gradients)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
