@@ -25,6 +25,7 @@ WORTH_SAYING: Final = 0.02
 """Share of the bytes that travel (or rest on disk) that a change has to save."""
 NEGLIGIBLE: Final = 0.001
 """Share of the model that may travel without being worth a word."""
+NARROW: Final = (torch.float16, torch.bfloat16, *(prefix + name for name in ("float16", "bfloat16") for prefix in ("", "torch.")))
 BIGGER_CARD: Final = 4
 """How many times its memory a card may grow to be thought of as another card."""
 SMALLEST_CONTEXT: Final = 256
@@ -138,7 +139,7 @@ def _changes(request: Request, found: Plan, formats: Sequence[WeightFormat], sol
 def _other_weights(request: Request, formats: Sequence[WeightFormat]) -> Iterator[_Change]:
     """Smaller weights, those that change them least first."""
     now = 16 if request.weight_format is None else _bits(request.weight_format)
-    if request.weight_format is None and _is_wide(request):
+    if request.weight_format is None and request.dtype not in NARROW:
         yield _Change("half precision (bfloat16)", replace(request, dtype=torch.bfloat16))
     for format_ in sorted(formats, key=_bits, reverse=True):
         if _bits(format_) < now:
@@ -148,14 +149,6 @@ def _other_weights(request: Request, formats: Sequence[WeightFormat]) -> Iterato
 def _bits(format_: WeightFormat) -> int:
     """Bits of an element in a matrix of a usual size, without its companions."""
     return int(8 * format_.packed_bytes(TensorSpec((4096, 4096), torch.bfloat16)) / 4096**2)
-
-
-def _is_wide(request: Request) -> bool:
-    """Whether most of the model would be loaded in more than two bytes an element."""
-    if request.dtype is not None:
-        return request.dtype in (torch.float32, torch.float64, "float32", "float64", "torch.float32", "torch.float64")
-    wide = [parameter.dtype in (torch.float32, torch.float64) for parameter in request.model.parameters()]
-    return 2 * sum(wide) > len(wide)
 
 
 def _less_of_a_run(request: Request, solve: Callable[[Request], Plan]) -> Iterator[_Change]:

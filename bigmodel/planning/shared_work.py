@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
 from .items import Inventory, find_items
 from .needs import Needs, Workload, needs_of
 from .request import Request
-from .sizes import DtypeLike, tensor_bytes_rule
+from .sizes import DtypeLike, TensorBytes, tensor_bytes_rule
 
 __all__ = ["SharedWork"]
 
@@ -15,6 +19,8 @@ class SharedWork:
 
     def __init__(self) -> None:
         self._inventories: dict[tuple[DtypeLike | None, str], Inventory] = {}
+        self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
+        """Every distinct tensor with its first name, once the model has been walked over."""
         self._needs: dict[tuple[DtypeLike | None, Workload], Needs] = {}
 
     def inventory(self, request: Request) -> Inventory:
@@ -24,8 +30,19 @@ class SharedWork:
         if key not in self._inventories:
             packed_sizes = None if format_ is None else format_.packed_sizes(request.model)
             rule = tensor_bytes_rule(request.dtype, request.special_dtypes, packed_sizes)
-            self._inventories[key] = find_items(request.model, rule, request.no_split_module_classes)
+            known = next(iter(self._inventories.values()), None)
+            self._inventories[key] = self._walked(request, rule) if known is None else self._resized(known, rule)
         return self._inventories[key]
+
+    def _walked(self, request: Request, rule: TensorBytes) -> Inventory:
+        def recording(name: str, tensor: torch.Tensor) -> int:
+            self._tensors[id(tensor)] = name, tensor
+            return rule(name, tensor)
+
+        return find_items(request.model, recording, request.no_split_module_classes)
+
+    def _resized(self, known: Inventory, rule: TensorBytes) -> Inventory:
+        return replace(known, nbytes={key: rule(*self._tensors[key]) for key in known.nbytes})
 
     def needs(self, request: Request) -> Needs:
         """What the run needs beside weights."""
