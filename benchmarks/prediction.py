@@ -6,7 +6,9 @@ is busy is predicted as the machine that it is. What was planned and measured go
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import os
 import statistics
 import sys
@@ -19,7 +21,7 @@ from main_job import empty_llama, make_model
 from side_by_side import drop_from_page_cache, folder_bytes, fresh_process, run_worker_if_asked, worker
 
 LIMIT = 0.2
-ROUNDS = 3
+ROUNDS = 2
 PROMPTS = (32, 256)
 PAST = 32
 """Tokens behind those that are decoded."""
@@ -93,10 +95,7 @@ def compared(folder: str, budgets: dict[int | str, int], cold: bool) -> dict[str
         for tokens, past in questions:
             for cached in states:
                 for _ in range(3 if cached else 1):
-                    if not cached:
-                        drop_from_page_cache(Path(folder))
-                    else:
-                        warm(Path(folder))
+                    (warm if cached else cool)(Path(folder))
                     measured.setdefault((tokens, past, cached), []).append(forward_seconds(model, device, tokens, past))
     return {
         f"{'decode' if past else f'prompt of {tokens}'}, files {'cached' if cached else 'on disk'}|{found[0].binds}": [
@@ -105,6 +104,16 @@ def compared(folder: str, budgets: dict[int | str, int], cold: bool) -> dict[str
         ]
         for (tokens, past, cached), found in predicted.items()
     }
+
+
+def cool(folder: Path) -> None:
+    """Drops the model's files from the page cache, also pages of them that this process has mapped."""
+    libc = ctypes.CDLL(None)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(".safetensors") and str(folder) in line:
+            start, end = (int(address, 16) for address in line.split()[0].split("-"))
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)  # they are in the file still
+    drop_from_page_cache(folder)
 
 
 def warm(folder: Path) -> None:

@@ -2,9 +2,10 @@
 
 A step is one forward of the model. Its stages run one after the other, on whichever device each of them runs. A stage takes the longer of
 reading its weights and multiplying with them, and what activations, attention and the calls themselves take; while it computes, the weights
-of the next offloaded stage travel, if the ring has two slots. With `C` the arithmetic up to the next offloaded stage and `T` the transfer
-of that stage's weights, a step takes the sum of max(C, T) with two slots, and of C + T with one. Where the CPU both computes and copies,
-its cores are shared: no pair is shorter than the work of all its cores together.
+of the next offloaded stage travel, if the ring has room for two. With `C` the arithmetic up to the next offloaded stage and `T` the
+transfer of that stage's weights, a step takes the sum of max(C, T) then, and of C + T otherwise. Where groups travel in parts, transfer and
+arithmetic overlap part by part, which comes to the same. Where the CPU both computes and copies, its cores are shared: no pair is shorter
+than the work of all its cores together.
 """
 
 from __future__ import annotations
@@ -108,9 +109,11 @@ class Moving:
     """How the dispatch moves weights: what decides which times overlap."""
 
     ring_slots: int = 2
-    """As in a plan: groups that the ring has room for."""
+    """Whole groups that the ring has room for; 0: groups travel in parts."""
+    overlaps: bool = True
+    """Whether the next group, or part of one, travels while one computes; otherwise they take turns."""
     maps_files: bool = False
-    """Whether arithmetic on the CPU reads weights on disk from the pages of the page cache, without copying them."""
+    """Whether arithmetic on the CPU reads weights on disk from the pages of the page cache, without copying them, where none is converted."""
     locks_ram: bool = False
     """Whether weights resting in RAM are page-locked there: they cross the link without being copied into staging memory first."""
     cached_bytes: int | None = None
@@ -202,7 +205,7 @@ def forward(
             work.add(_crossing_seconds(nbytes, before, stage.runs_on, machine), _link_text(stage.runs_on))
         before = stage.runs_on
         if stage.row_bytes:
-            rows = _transfer(stage, stage.row_bytes * run.batch * tokens, machine, Moving(1), is_cached=is_cached)
+            rows = _transfer(stage, stage.row_bytes * run.batch * tokens, machine, Moving(overlaps=False), is_cached=is_cached)
             work.add(rows.seconds, rows.cause)
         if stage.moved_bytes and moves:
             segments.append((_transfer(stage, stage.moved_bytes, machine, moving, is_cached=is_cached), work))
@@ -214,13 +217,12 @@ def forward(
         return found
     segments[-1][1].join(leading)  # the first transfer begins before the forward does, while the last stages of the one before compute
     transfers = [transfer for transfer, _ in segments]
-    following = transfers if moving.ring_slots < 2 else [*transfers[1:], transfers[0]]
-    for (_, work), transfer in zip(segments, following, strict=True):
-        if moving.ring_slots < 2:
+    for (_, work), transfer in zip(segments, [*transfers[1:], transfers[0]], strict=True):
+        if moving.overlaps:
+            _add_together(found, work, transfer, machine)
+        else:
             _add_work(found, work)
             found.add(transfer.seconds, transfer.cause)
-        else:
-            _add_together(found, work, transfer, machine)
     return found
 
 
@@ -304,13 +306,13 @@ def _arithmetic(stage: Stage, machine: Machine, run: Run, tokens: int, past: int
 def _transfer(stage: Stage, nbytes: int, machine: Machine, moving: Moving, *, is_cached: bool) -> _Transfer:
     """From where the stage rests to where it runs.
 
-    Where calls only queue work, the next group is brought into staging memory while this one crosses the link, if the ring has two slots:
-    the longer leg counts. Otherwise one comes after the other.
+    Where calls only queue work, the next group is brought into staging memory while this one crosses the link, if the ring has room for
+    both: the longer leg counts. Otherwise one comes after the other.
     """
     legs: list[tuple[float, str]] = []
     core_seconds = 0.0
     on_host = stage.runs_on == "cpu"
-    is_mapped = on_host and moving.maps_files
+    is_mapped = on_host and moving.maps_files and stage.file_bytes == stage.loaded_bytes
     if stage.rests_on == "disk":
         copying = machine.page_cache.seconds(nbytes)
         if not is_mapped:
@@ -326,8 +328,8 @@ def _transfer(stage: Stage, nbytes: int, machine: Machine, moving: Moving, *, is
     if not on_host:
         legs.append((_from_host(stage.runs_on, machine).seconds(nbytes), _link_text(stage.runs_on)))
     longest, cause = max(legs, default=(0.0, "page cache"))
-    overlap = moving.ring_slots >= 2 and _rates(stage.runs_on, machine).queues
-    return _Transfer(longest if overlap else sum(seconds for seconds, _ in legs), core_seconds, cause)
+    at_once = moving.overlaps and _rates(stage.runs_on, machine).queues
+    return _Transfer(longest if at_once else sum(seconds for seconds, _ in legs), core_seconds, cause)
 
 
 def _add_work(found: Forward, work: _Work, scale: float = 1.0) -> None:

@@ -6,11 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
+import torch
+from torch import nn
+
+from ..constants import GROUP_ALIGNMENT_BYTES
 from ..devices import DeviceKey, accelerators, as_key, device_name
 from ..errors import MachineError, PlanError
 from ..machine import Machine
 from ..measuring import kept_machine
-from .cost import Moving, Prediction, predict
+from ..parts import smallest_ring
+from .cost import Moving, Prediction, Stage, predict
 from .hardware import named_machine
 from .items import Inventory, Unit
 from .request import Request
@@ -84,8 +89,27 @@ def predicted(
     machine = _with_others(request.machine, request.budgets)
     run = run_of(request.model, request.dtype, request.workload.batch)
     stages = stages_of(request.model, inventory, units, assignment, run, offload_buffers=offload_buffers)
-    moving = Moving(assignment.slots, cached_bytes=_cached_bytes(machine, request, units, assignment))
+    moving = Moving(
+        assignment.slots,
+        overlaps=_overlaps(request.model, stages, inventory, assignment),
+        cached_bytes=_cached_bytes(machine, request, units, assignment),
+    )
     return predict(stages, machine, run, moving, request.workload.context)
+
+
+def _overlaps(model: nn.Module, stages: Sequence[Stage], inventory: Inventory, assignment: Assignment) -> bool:
+    """Whether the reserve holds two groups that pass, or two parts of them."""
+    if assignment.slots >= 2:
+        return True
+    modules = dict(model.named_modules())
+    passing = {stage.name: modules[stage.name] for stage in stages if stage.moved_bytes and stage.name in modules}
+
+    def nbytes(_: str, tensor: torch.Tensor) -> int:
+        if id(tensor) in inventory.buffers or id(tensor) in inventory.row_tables:
+            return 0
+        return -(-inventory.nbytes[id(tensor)] // GROUP_ALIGNMENT_BYTES) * GROUP_ALIGNMENT_BYTES
+
+    return smallest_ring(passing, nbytes).nbytes <= assignment.reserve_bytes
 
 
 def _with_others(machine: Machine, budgets: Mapping[DeviceKey, int]) -> Machine:

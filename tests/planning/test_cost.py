@@ -19,7 +19,7 @@ FROM_DISK = replace(FROM_RAM, name="from disk", rests_on="disk")
 """20 s from the disk, or 2.5 s out of the page cache; 10 s over the link."""
 ON_CPU = replace(FROM_DISK, name="on the CPU", runs_on="cpu")
 
-TWO, ONE = Moving(2), Moving(1)
+TWO, ONE, PARTS = Moving(2), Moving(1, overlaps=False), Moving(0)
 
 
 def seconds(*stages: Stage, run: Run = RUN, moving: Moving = TWO, machine=MACHINE, tokens: int = 1, past: int = 0, is_cached: bool = True):
@@ -50,6 +50,11 @@ def test_with_one_slot_they_take_turns():
     assert seconds(*[FROM_RAM] * 3, moving=ONE, tokens=1000) == (345.0, "arithmetic of device 0")
 
 
+def test_parts_overlap_as_whole_groups_do():
+    assert seconds(*[FROM_RAM] * 3, moving=PARTS) == seconds(*[FROM_RAM] * 3)
+    assert seconds(FROM_RAM, FROM_RAM, moving=PARTS) == (20.0, "link to device 0")  # but none is held until its turn comes again
+
+
 def test_what_the_ring_holds_is_not_brought_again():
     assert seconds(FROM_RAM, FROM_RAM) == (2.0, "memory of device 0")
     assert seconds(FROM_RAM, moving=ONE) == (1.0, "memory of device 0")
@@ -69,7 +74,7 @@ def test_page_locked_ram_is_not_copied_first():
     slow = replace(MACHINE, ram=rate(5))
     assert seconds(*[FROM_RAM] * 3, machine=slow) == (60.0, "RAM")
     assert seconds(*[FROM_RAM] * 3, machine=slow, moving=Moving(2, locks_ram=True)) == (30.0, "link to device 0")
-    assert seconds(*[FROM_RAM] * 3, moving=Moving(1, locks_ram=True)) == (33.0, "link to device 0")
+    assert seconds(*[FROM_RAM] * 3, moving=Moving(1, overlaps=False, locks_ram=True)) == (33.0, "link to device 0")
 
 
 def test_the_disk_is_read_unless_the_page_cache_holds_the_file():
@@ -91,6 +96,8 @@ def test_pages_that_are_used_in_place_are_not_copied():
     mapped = Moving(2, maps_files=True)
     assert seconds(*[ON_CPU] * 3, moving=mapped) == (3.0, "memory of cpu")
     assert seconds(*[ON_CPU] * 3, moving=mapped, is_cached=False) == (60.0, "disk")
+    converted = replace(ON_CPU, file_bytes=200, loaded_bytes=100)
+    assert seconds(*[converted] * 3, moving=mapped) == (9.0, "cores of cpu")
     assert seconds(*[FROM_DISK] * 3, moving=mapped) == (30.0, "link to device 0")  # a link has to be crossed in any case
 
 

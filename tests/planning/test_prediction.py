@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from made_up_machines import CPU, GPU, MACHINE, rate
 from planning_models import Decoder
+from torch import nn
 
 from bigmodel.errors import MachineError, PlanError
 from bigmodel.measuring import keep_machine
@@ -84,6 +86,17 @@ def test_advice_tells_times_also_for_cards_that_are_not_there():
     one_more = next(advice for advice in made.advice if "one more card" in advice.change)
     assert one_more.token_seconds is not None
     assert one_more.token_seconds < made.prediction.decode_seconds
+
+
+def test_copies_and_arithmetic_overlap_where_blocks_travel_in_parts():
+    budgets = {0: int(1.5 * BLOCK), "cpu": 10**6}
+    made = plan(Decoder(blocks=30, vocabulary=1), budgets, machine=MACHINE)
+    assert made.prediction.decode_seconds == pytest.approx(made.moved_bytes / 10, rel=0.05)
+    with torch.device("meta"):
+        matrices = nn.Sequential(nn.ModuleList([nn.Linear(16, BLOCK // 64, bias=False) for _ in range(30)]))
+    uncut = plan(matrices, budgets, machine=MACHINE)
+    # They take turns: staging, the link, and reading from the device's memory.
+    assert uncut.prediction.decode_seconds == pytest.approx(uncut.moved_bytes * (1 / 20 + 1 / 10 + 1 / 100), rel=0.05)
 
 
 def test_what_rests_on_disk_is_in_the_page_cache_if_ram_is_left():
