@@ -113,7 +113,7 @@ class Moving:
     overlaps: bool = True
     """Whether the next group, or part of one, travels while one computes; otherwise they take turns."""
     maps_files: bool = False
-    """Whether arithmetic on the CPU reads weights on disk from the pages of the page cache, without copying them, where none is converted."""
+    """Whether arithmetic on the CPU reads weights on disk where the page cache has them, without a copy, if nothing converts them."""
     locks_ram: bool = False
     """Whether weights resting in RAM are page-locked there: they cross the link without being copied into staging memory first."""
     cached_bytes: int | None = None
