@@ -11,9 +11,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ..loading import Checkpoint
+from ..loading import Checkpoint, Entry
+from ..loading.entry import Packed
 from ..text import bytes_text
-from .output import console, print_json
+from .output import console, counted, print_json
 
 __all__ = ["inspect"]
 
@@ -22,16 +23,17 @@ def inspect(
     checkpoint: Annotated[str, typer.Argument(help="A file, folder or *.index.json, a repository on the hub (owner/name), or a URL.")],
     depth: Annotated[int, typer.Option(help="How many levels of module names to show.", min=1)] = 2,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare every file's hash with what the hub has recorded.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tensors, bytes by dtype and by module, and health: every header is checked (lengths, holes, overlaps, index against files)."""
-    found = Checkpoint.open(checkpoint)
+    found = Checkpoint.open(checkpoint, verify=verify)
     facts = _facts(found, depth)
     if as_json:
         print_json(facts)
         return
     summary = (
-        f": {found.format}, {_counted(len(found.files), 'file')}, {_counted(len(found.entries), 'tensor')}, "
+        f": {found.format}, {counted(len(found.files), 'file')}, {counted(len(found.entries), 'tensor')}, "
         f"{bytes_text(found.total_bytes)}. Headers are sound."
     )
     console.print(Text.assemble((str(found.location), "bold"), summary), soft_wrap=True)
@@ -40,19 +42,15 @@ def inspect(
     if tensors:
         table = Table("tensor", "dtype", "shape", "bytes", "file")
         for name, entry in found.entries.items():
-            table.add_row(name, _dtype_name(entry.dtype), str(list(entry.shape)), bytes_text(entry.nbytes), entry.file.name)
+            table.add_row(name, _stored_as(entry), str(list(entry.shape)), bytes_text(entry.nbytes), entry.file.name)
         console.print(table)
-
-
-def _counted(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _facts(found: Checkpoint, depth: int) -> dict[str, Any]:
     by_dtype: Counter[str] = Counter()
     by_module: Counter[str] = Counter()
     for name, entry in found.entries.items():
-        by_dtype[_dtype_name(entry.dtype)] += entry.nbytes
+        by_dtype[_stored_as(entry)] += entry.nbytes
         by_module[".".join(name.split(".")[:-1][:depth]) or name] += entry.nbytes
     return {
         "location": str(found.location),
@@ -66,6 +64,7 @@ def _facts(found: Checkpoint, depth: int) -> dict[str, Any]:
         "tensors": {
             name: {
                 "dtype": _dtype_name(entry.dtype),
+                "stored_as": _stored_as(entry),
                 "shape": list(entry.shape),
                 "nbytes": entry.nbytes,
                 "file": str(entry.file),
@@ -93,6 +92,11 @@ def _print_sizes(what: str, sizes: dict[str, int], total_bytes: int) -> None:
     for name, nbytes in sizes.items():
         table.add_row(name, bytes_text(nbytes), f"{nbytes / max(1, total_bytes):.1%}")
     console.print(table)
+
+
+def _stored_as(entry: Entry) -> str:
+    """The dtype in the file, or the name of the packing (`"Q4_K"`)."""
+    return entry.contents.name if isinstance(entry.contents, Packed) else _dtype_name(entry.dtype)
 
 
 def _dtype_name(dtype: object) -> str:

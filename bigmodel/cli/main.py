@@ -12,6 +12,7 @@ from .bench import bench
 from .env import env
 from .generate import generate
 from .inspect import inspect
+from .load import load
 from .output import fail
 from .plan import plan
 
@@ -35,10 +36,11 @@ def _print_version(wanted: bool) -> None:
 def options(
     version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)] = False,
 ) -> None:
-    """PyTorch models that are too big for where they have to run: look into checkpoints, plan device maps, generate text."""
+    """PyTorch models that are too big for where they have to run: look into and check checkpoints, plan device maps, generate text."""
 
 
 app.command()(inspect)
+app.command()(load)
 app.command()(plan)
 app.command()(generate)
 app.command()(bench)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.text import Text
 
-__all__ = ["console", "fail", "print_json"]
+__all__ = ["console", "counted", "fail", "print_json"]
 
 console = Console(markup=False, emoji=False)
 """Prints tables. Names and paths are not ours: `[red]` or `:tada:` in one is text, not a style."""
@@ -18,6 +18,11 @@ console = Console(markup=False, emoji=False)
 def print_json(data: Any) -> None:
     """One JSON document on stdout, and nothing else there."""
     print(json.dumps(data, indent=2))
+
+
+def counted(number: int, thing: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def fail(message: str, code: int = 1) -> NoReturn:

@@ -17,6 +17,7 @@ from .local import local_parts
 from .location import CheckpointFile, HubRepository, RemoteFile, located
 from .parts import Parts
 from .remote import read_header, repository_parts, url_parts
+from .verify import verify_files
 
 __all__ = ["Checkpoint", "Entry", "FileIdentity"]
 
@@ -40,7 +41,7 @@ class Checkpoint:
     """The files as they were when their headers were read."""
 
     @classmethod
-    def open(cls, where: str | os.PathLike[str]) -> Checkpoint:
+    def open(cls, where: str | os.PathLike[str], *, verify: bool | Mapping[str, str] = False) -> Checkpoint:
         """Reads the headers of the checkpoint at `where`: a file, an index (`*.index.json`), a folder, a repository on the hub, or a URL.
 
         In a folder safetensors wins over torch's formats, an index over its shards wins over single files, the usual file names win over
@@ -50,10 +51,13 @@ class Checkpoint:
         `hf://owner/name@revision/folder`) is a repository on the hub: files in the hub's cache are used, of the others only the headers are
         fetched. http(s) URLs, and those of any scheme that fsspec knows, name a file, an index, or a folder. Endpoint, token, cache and
         offline mode are huggingface_hub's (`HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME`, `HF_HUB_OFFLINE`). Remote checkpoints have to be
-        safetensors.
+        safetensors or GGUF.
+
+        `verify` reads every file once and compares its hash with what the hub has recorded for it, or with a given one (file name →
+        SHA-256, or git's SHA-1, in hexadecimal digits).
 
         Raises `CheckpointNotFoundError`, or `CheckpointError` for damaged files, an index that does not fit its files, folders in which
-        several checkpoints could be meant (it lists them), and servers that cannot be reached.
+        several checkpoints could be meant (it lists them), servers that cannot be reached, and files whose hash is another or not known.
         """
         parts = _parts(located(where))
         format_ = format_of([file.name for file in parts.files], str(parts.location))
@@ -66,6 +70,8 @@ class Checkpoint:
         local |= {file: FileIdentity.of(file) for file in files if not isinstance(file, RemoteFile) and file not in local}
         metadata = dict(item for header in reversed(headers) for item in header.metadata.items())
         checkpoint = cls(entries, parts.location, format_.name, files, metadata, local | remote)
+        if verify:
+            verify_files(files, None if isinstance(verify, bool) else verify)
         checkpoint.check_unchanged()
         return checkpoint
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -119,6 +120,71 @@ def test_budgets_are_parsed() -> None:
         parse_max_memory("cpu=")
 
 
+def test_inspect_tells_how_packed_tensors_are_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packed = gguf.quantize(torch.ones(4, 64).numpy(), gguf.GGMLQuantizationType.Q8_0)
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_tensor("weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    code, out, _ = run(capsys, "inspect", tmp_path / "x.gguf", "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["bytes_by_dtype"] == {"Q8_0": 4 * 2 * 34}
+    assert {key: facts["tensors"]["weight"][key] for key in ("dtype", "stored_as", "shape")} == {
+        "dtype": "float32",
+        "stored_as": "Q8_0",
+        "shape": [4, 64],
+    }
+    assert "Q8_0" in run(capsys, "inspect", tmp_path / "x.gguf", "--tensors")[1]
+
+
+def test_load_checks_headers_alone_without_a_model(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "load", checkpoint, "--check", "--json")
+    facts = json.loads(out)
+    assert (code, facts["tensors"], facts["model"]) == (0, 5, None)
+    code, out, _ = run(capsys, "load", checkpoint, "--check")
+    assert code == 0
+    assert "No model was named" in out
+    code, _, error = run(capsys, "load", checkpoint)
+    assert code == 1
+    assert "--into" in error
+
+
+def test_load_checks_a_checkpoint_against_another(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other.safetensors"
+    save_file({"layers.0.weight": torch.ones(64, 64), "layers.1.weight": torch.ones(64, 60), "more.weight": torch.ones(3)}, other)
+    code, out, _ = run(capsys, "load", other, "--into", checkpoint, "--check", "--json")
+    facts = json.loads(out)
+    assert (code, facts["fits"], facts["filled"]) == (1, False, 1)
+    assert facts["missing"] == ["layers.2.weight", "layers.3.weight", "norm.weight"]
+    assert facts["unexpected"] == ["more.weight"]
+    assert facts["misshapen"] == [{"name": "layers.1.weight", "model": [64, 64], "checkpoint": [64, 60]}]
+    assert "nothing fills 3 tensors" in facts["problem"].lower()
+    code, out, _ = run(capsys, "load", other, "--into", checkpoint, "--check")
+    assert code == 1
+    assert "Does not fit." in out
+    assert run(capsys, "load", checkpoint, "--into", checkpoint, "--check", "--strict")[0] == 0
+
+
+def test_load_reads_into_ram_and_tells_the_time(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "load", checkpoint, "--into", checkpoint, "--json")
+    facts = json.loads(out)
+    assert (code, facts["fits"], facts["bytes_read"]) == (0, True, 4 * 64 * 64 * 4 + 128)
+    assert facts["seconds"] > 0
+    code, out, _ = run(capsys, "load", checkpoint, "--into", checkpoint)
+    assert code == 0
+    assert "Loaded into RAM: 64.12 KiB in" in out
+
+
+def test_verify_without_a_known_hash_is_an_error(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("inspect", "load"):
+        code, _, error = run(capsys, command, checkpoint, "--verify")
+        assert code == 1
+        assert "no hash of it is known" in error
+
+
 def test_env_tells_versions_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "env", "--json")
     facts = json.loads(out)
@@ -131,7 +197,7 @@ def test_env_tells_versions_and_devices(capsys: pytest.CaptureFixture[str]) -> N
 def test_help_tells_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--help")
     assert code == 0
-    for name in ("inspect", "plan", "generate", "env"):
+    for name in ("inspect", "load", "plan", "generate", "env"):
         assert name in out
 
 

@@ -1,0 +1,95 @@
+"""Whether files hold the bytes that they should: against hashes that the hub has told, or that are given."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import CheckpointError
+from ..progress import Progress
+from .location import CheckpointFile, RemoteFile
+
+__all__ = ["verify_files"]
+
+CHUNK_BYTES: Final = 4 << 20
+READERS: Final = 4
+_HASH: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """A hash in hexadecimal digits: SHA-256 of the bytes (64), or git's SHA-1 of them as a blob (40)."""
+
+    digits: str
+    source: str
+    """Who says so, for messages."""
+
+
+def verify_files(files: Sequence[CheckpointFile], given: Mapping[str, str] | None = None, progress: bool | None = None) -> None:
+    """Reads every file and compares its hash.
+
+    `given` (file name → SHA-256, 64 hexadecimal digits, or git's SHA-1, 40) wins over what the hub's cache records: the name of the blob
+    that a snapshot's file links to, or the note that a download to a folder leaves beside it (`.cache/huggingface/download`).
+
+    Raises `CheckpointError` for other bytes (it names the file and both hashes), for a file of which no hash is known, a given name that
+    the checkpoint does not have, and remote files.
+    """
+    unknown = sorted(set(given or ()) - {file.name for file in files})
+    if unknown:
+        raise CheckpointError(f"No files of the checkpoint are called {unknown[:10]}, for which hashes are given.")
+    wanted = [(file, _expected(file, (given or {}).get(file.name))) for file in files]
+    local = [(file, expected) for file, expected in wanted if not isinstance(file, RemoteFile)]
+    with Progress(sum(file.stat().st_size for file, _ in local), "Verifying", show=progress) as bar, ThreadPoolExecutor(READERS) as pool:
+        # `list` raises what a check raised.
+        list(pool.map(lambda item: _verify(item[0], item[1], bar), local))
+
+
+def _verify(file: Path, expected: _Expected, bar: Progress) -> None:
+    found = _digits_of(file, len(expected.digits), bar)
+    if found != expected.digits:
+        raise CheckpointError(
+            f"{file}: its bytes are not those that they should be: hash {found}, expected {expected.digits} ({expected.source}). "
+            "Get it again."
+        )
+
+
+def _digits_of(file: Path, length: int, bar: Progress) -> str:
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    try:
+        with open(file, "rb", buffering=0) as stream:
+            digest: Any = hashlib.sha256()
+            if length == 40:
+                digest = hashlib.sha1(b"blob %d\0" % file.stat().st_size, usedforsecurity=False)
+            while count := stream.readinto(buffer):
+                digest.update(buffer[:count])
+                bar.advance(count)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}.") from error
+    digits: str = digest.hexdigest()
+    return digits
+
+
+def _expected(file: CheckpointFile, given: str | None) -> _Expected:
+    if isinstance(file, RemoteFile):
+        raise CheckpointError(
+            f"{file}: cannot be verified before all of it is here. Download it first (huggingface_hub.snapshot_download)."
+        )
+    if given is not None:
+        if not _HASH.fullmatch(given.lower()):
+            raise CheckpointError(f"{file}: {given!r} is no hash: 64 hexadecimal digits of SHA-256, or 40 of git's SHA-1.")
+        return _Expected(given.lower(), "given")
+    blob = file.resolve()
+    if blob.parent.name == "blobs" and _HASH.fullmatch(blob.name):
+        return _Expected(blob.name, "recorded by the hub")
+    for folder in file.parents:
+        note = folder / ".cache" / "huggingface" / "download" / file.relative_to(folder).parent / f"{file.name}.metadata"
+        if note.is_file():
+            lines = note.read_text(encoding="utf-8", errors="replace").splitlines()
+            if len(lines) > 1 and _HASH.fullmatch(lines[1].strip()):
+                return _Expected(lines[1].strip(), f"recorded by the hub in {note}")
+    raise CheckpointError(f"{file}: no hash of it is known: it is not in the hub's cache, and none is given (verify={{'{file.name}': …}}).")
