@@ -13,6 +13,7 @@ from torch import nn
 import bigmodel
 from bigmodel.errors import PlanError
 from bigmodel.placing import find_placing
+from bigmodel.quantization import BnbQuantizationConfig
 
 
 class Block(nn.Module):
@@ -104,3 +105,12 @@ def test_a_plan_for_devices_that_are_not_here_is_refused(file: Path) -> None:
     made = bigmodel.plan(empty(), {0: "1GB"})
     with pytest.raises(PlanError, match="torch sees no accelerator"):
         bigmodel.load_checkpoint_and_dispatch(empty(), file, device_map=made)
+
+
+def test_a_plan_of_packed_weights_is_loaded_packed(file: Path) -> None:
+    made = bigmodel.plan(empty(width=64), {"cpu": "1GB"}, dtype="int8")
+    save_file(Model(width=64).state_dict(), file)
+    model = bigmodel.load_checkpoint_and_dispatch(
+        empty(width=64), file, device_map=made, quantization=BnbQuantizationConfig(load_in_8bit=True)
+    )
+    assert sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) == made.total_bytes

@@ -28,6 +28,9 @@ NEGLIGIBLE: Final = 0.001
 NARROW: Final = (torch.float16, torch.bfloat16, *(prefix + name for name in ("float16", "bfloat16") for prefix in ("", "torch.")))
 BIGGER_CARD: Final = 4
 """How many times its memory a card may grow to be thought of as another card."""
+MOST_CARDS: Final = 64
+CARDS_TRIED: Final = 4
+"""Blocks do not fill every card to the last byte, so that a few more may be needed than bytes alone would have it."""
 SMALLEST_CONTEXT: Final = 256
 """Tokens below which a shorter context is no answer."""
 
@@ -64,7 +67,7 @@ def advise(request: Request, found: Plan, solve: Callable[[Request], Plan], form
     None if nothing to speak of travels, unless that is so because no accelerator can run the model, and the CPU does. `solve` plans a
     changed request, without advice. Proposed are half precision, packed `formats`, a shorter context and a smaller batch (the largest that
     lets everything stay, by halving), another card like the largest, a bigger one, and more RAM where something rests on disk. Only where
-    none of them lets everything stay, a packed format together with one of the others.
+    none of them lets everything stay, a packed format together with one of the others, and as many cards as it takes.
     """
     if _fits(found):
         return ()
@@ -75,6 +78,7 @@ def advise(request: Request, found: Plan, solve: Callable[[Request], Plan], form
         for change, made in helpful:
             if made.weight_format != found.weight_format:
                 said += _together(change, made, solve)
+        said += _more_cards(request, found, solve)
     said.sort(key=_rank(said))
     return tuple(said[:MOST])
 
@@ -126,6 +130,29 @@ def _together(packed: _Change, made: Plan, solve: Callable[[Request], Plan]) -> 
         both = _solved(change, solve)
         if both is not None and _fits(both):
             yield _advice(_Change(f"{packed.text} and {change.text}", change.request), both)
+
+
+def _more_cards(request: Request, found: Plan, solve: Callable[[Request], Plan]) -> Iterator[Advice]:
+    """As many cards like the largest as let everything stay."""
+    cards = _cards(request)
+    if not cards or not found.short_bytes:
+        return
+    largest, first = max(cards.values()), max(cards) + 1
+    least = max(2, -(-found.short_bytes // largest))
+    for number in range(least, min(least + CARDS_TRIED, MOST_CARDS)):
+        budgets = dict(request.budgets)
+        for index in range(number):
+            budgets = _with(budgets, first + index, largest)
+        change = _Change(f"{number} more cards of {bytes_text(largest)}", replace(request, budgets=budgets))
+        made = _solved(change, solve)
+        if made is not None and _fits(made):
+            yield _advice(change, made)
+            return
+
+
+def _cards(request: Request) -> dict[int, int]:
+    """What the accelerators offer, by index."""
+    return {key: size for key, size in request.budgets.items() if isinstance(key, int) and size}
 
 
 def _changes(request: Request, found: Plan, formats: Sequence[WeightFormat], solve: Callable[[Request], Plan]) -> Iterator[_Change]:
@@ -194,7 +221,7 @@ def _halved(choices: Sequence[tuple[str, Request]], solve: Callable[[Request], P
 
 def _more_memory(request: Request, found: Plan) -> Iterator[_Change]:
     budgets = dict(request.budgets)
-    cards = {key: size for key, size in budgets.items() if isinstance(key, int) and size}
+    cards = _cards(request)
     main, short = found.main_device, found.short_bytes
     if cards and main == "cpu":  # what runs there now would run on the first card
         main = next(iter(cards))

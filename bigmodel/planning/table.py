@@ -101,6 +101,9 @@ def _printed(table: Table) -> list[str]:
 
 def _advice_table(plan: Plan) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column()
     for row in advice_rows(plan):
         table.add_row("  -", *row)
     return table
@@ -118,7 +121,7 @@ def _effect(plan: Plan, advice: Advice) -> str:
     elif not advice.moved_bytes:
         effect = "nothing has to move"
     elif advice.moved_bytes < plan.moved_bytes:
-        effect = f"{bytes_text(advice.moved_bytes)} move per step, not {bytes_text(plan.moved_bytes)}"
+        effect = f"{bytes_text(advice.moved_bytes)} move per step"
     else:
         effect = f"{bytes_text(advice.disk_bytes)} on disk" if advice.disk_bytes else "nothing on disk"
     return effect if advice.token_seconds is None else f"{effect}; {seconds_text(advice.token_seconds)} per token"

@@ -95,10 +95,17 @@ def test_changes_are_joined_only_where_no_single_one_does() -> None:
     both = [each for each in made.advice if " and " in each.change]
     assert both
     assert all(each.change.startswith("4-bit weights (nf4) and ") and each.fits for each in both)
-    assert made.advice[: len(both)] == tuple(both)
     one = plan(Decoder(150), {0: 12 * BLOCK, 1: 12 * BLOCK, "cpu": 200 * BLOCK}, weight_format=NF4)
     assert next(each for each in both if "one more card" in each.change).moved_bytes == one.moved_bytes == 0
     assert not any(" and " in change for change in changes(plan(Decoder(), {0: 12 * BLOCK, "cpu": TOTAL}, formats=[NF4])))
+
+
+def test_as_many_cards_as_it_takes_are_counted() -> None:
+    made = plan(Decoder(150), {0: 12 * BLOCK, "cpu": 200 * BLOCK}, formats=[NF4])
+    cards = next(each.change for each in made.advice if "more cards" in each.change)
+    number = int(cards.split()[0])
+    assert plan(Decoder(150), {**dict.fromkeys(range(1 + number), 12 * BLOCK), "cpu": 200 * BLOCK}).moved_bytes == 0
+    assert plan(Decoder(150), {**dict.fromkeys(range(number), 12 * BLOCK), "cpu": 200 * BLOCK}).moved_bytes > 0
 
 
 def test_a_packed_model_is_offered_only_smaller_formats() -> None:
