@@ -44,9 +44,10 @@ def _read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
     return len(data)
 
 
-def _close(descriptors: dict[CheckpointFile, int]) -> None:
-    while descriptors:
-        os.close(descriptors.popitem()[1])
+def _close(*tables: dict[CheckpointFile, int]) -> None:
+    for descriptors in tables:
+        while descriptors:
+            os.close(descriptors.popitem()[1])
 
 
 class OpenFiles:
@@ -55,8 +56,10 @@ class OpenFiles:
     def __init__(self, identities: Mapping[CheckpointFile, FileIdentity] | None = None) -> None:
         self._identities = dict(identities or {})
         self._descriptors: dict[CheckpointFile, int] = {}
+        self._past_cache: dict[CheckpointFile, int] = {}
+        self._refused: set[CheckpointFile] = set()
         self._lock = threading.Lock()
-        self._finalizer = weakref.finalize(self, _close, self._descriptors)
+        self._finalizer = weakref.finalize(self, _close, self._descriptors, self._past_cache)
 
     def checked(self, files: Iterable[CheckpointFile]) -> dict[CheckpointFile, int]:
         """Descriptors of `files`. Raises `CheckpointError` when one is not what it was when the checkpoint was opened."""
@@ -82,10 +85,34 @@ class OpenFiles:
                     raise CheckpointError(f"{file}: cannot be read: {error}.") from error
             return self._descriptors[file]
 
+    def past_cache(self, file: CheckpointFile) -> int | None:
+        """A descriptor of an open file whose reads go past the page cache; None where the file system has none to give."""
+        with self._lock:
+            if file in self._refused:
+                return None
+            if file not in self._past_cache:
+                assert not isinstance(file, RemoteFile), file
+                try:
+                    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                except OSError:
+                    self._refused.add(file)
+                    return None
+                if FileIdentity.of(descriptor) != FileIdentity.of(self._descriptors[file]):
+                    os.close(descriptor)  # another file has taken its place: only the first descriptor leads to the right one
+                    self._refused.add(file)
+                    return None
+                self._past_cache[file] = descriptor
+            return self._past_cache[file]
+
+    def refuse_past_cache(self, file: CheckpointFile) -> None:
+        """Remembers that reads past the page cache fail for this file."""
+        with self._lock:
+            self._refused.add(file)
+
     def close(self) -> None:
         """Closes all descriptors; a later read opens them again."""
         with self._lock:
-            _close(self._descriptors)
+            _close(self._descriptors, self._past_cache)
 
     def __getstate__(self) -> dict[CheckpointFile, FileIdentity]:
         return self._identities

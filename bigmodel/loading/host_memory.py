@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["empty_host_tensor", "empty_tensor"]
+__all__ = ["as_memory", "empty_host_tensor", "empty_tensor"]
 
 
 def empty_host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -24,3 +24,8 @@ def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
         return empty_host_tensor(shape, dtype)
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=dtype, device=device)
+
+
+def as_memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a flat contiguous tensor on CPU, to be written to."""
+    return memoryview(tensor.view(torch.uint8).numpy().data)

@@ -101,7 +101,7 @@ def materialize(
             on_disk[name] = transfer
         else:
             jobs.append((transfer, empty_tensor(transfer.shape, transfer.dtype, targets[keys[name]])))
-    reader = Reader(match.identities)
+    reader = Reader(match.identities, "auto")
     read = [transfer for transfer, _ in jobs]
     kept_before = None if packer is None else kept_packed(packed_file, weights, packer)
     packed = PackedWeights()

@@ -71,6 +71,8 @@ class Batch:
     """From the first byte to the last, gaps included."""
     filled_bytes: int = 0
     """Bytes that become elements."""
+    read_again: bool = False
+    """Whether other batches read some of these bytes too."""
 
     @property
     def has_gaps(self) -> bool:
@@ -190,7 +192,7 @@ def _ranges_of_piece(job: int, piece: Piece, entry: Entry, strides: tuple[int, .
 def _batches(ranges: Iterable[Range]) -> Iterator[Batch]:
     """Ranges in file order, neighbours together as far as staging memory, size and number of buffers allow."""
     batch: Batch | None = None
-    end = 0
+    end = reach = 0
     for each in sorted(ranges, key=lambda one: (str(one.file), one.offset)):
         gap = each.offset - end
         if (
@@ -201,13 +203,18 @@ def _batches(ranges: Iterable[Range]) -> Iterator[Batch]:
             or batch.nbytes + gap + each.nbytes > DIRECT_BYTES
             or batch.staged_bytes + each.staged_bytes > STAGED_BYTES
         ):
+            if batch is None or batch.file != each.file:
+                reach = 0
+            overlaps = each.offset < reach
             if batch is not None:
+                batch.read_again |= overlaps
                 yield batch
-            batch, gap = Batch(each.file, []), 0
+            batch, gap = Batch(each.file, [], read_again=overlaps), 0
         batch.ranges.append(each)
         batch.staged_bytes += each.staged_bytes
         batch.nbytes += gap + each.nbytes
         batch.filled_bytes += each.filled_bytes
         end = each.offset + each.nbytes
+        reach = max(reach, end)
     if batch is not None:
         yield batch

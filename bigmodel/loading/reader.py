@@ -14,13 +14,14 @@ from ..errors import MatchError
 from ..progress import Progress
 from .copying import copy_rounded, put_range
 from .entry import FileIdentity, contiguous_strides
-from .files import OpenFiles, read_scattered
+from .files import OpenFiles
 from .host_memory import empty_host_tensor
 from .location import CheckpointFile
 from .ranges import GAP_BYTES, STAGED_BYTES, Batch, Range, ReadPlan, plan_reads
 from .remote.reader import RemoteReader
 from .transfer import Computation, Piece, Transfer
-from .workers import workers
+from .ways import Reading, Way
+from .workers import MIN_WORKERS, workers
 
 __all__ = ["Reader"]
 
@@ -34,10 +35,12 @@ class Reader:
     """Reads transfers into tensors. Safe to be used by several threads at once.
 
     `identities` are the files as they were when the checkpoint was opened; a file without one is taken as it is at its first read.
+    `reading` is for reads of more than `INLINE_BYTES`; what is read again and again belongs in the page cache.
     """
 
-    def __init__(self, identities: Mapping[CheckpointFile, FileIdentity] | None = None) -> None:
+    def __init__(self, identities: Mapping[CheckpointFile, FileIdentity] | None = None, reading: Reading = "buffered") -> None:
         self._files = OpenFiles(identities)
+        self._reading = reading
         self._remote = RemoteReader(identities)
 
     def read(self, jobs: Sequence[tuple[Transfer, torch.Tensor]], progress: Progress | None = None, *, in_this_thread: bool = False) -> int:
@@ -71,13 +74,14 @@ class Reader:
         if plan.remote:
             self._remote.read(plan.remote, flat, progress)
         if in_this_thread or len(plan.batches) <= 1 or plan.filled_bytes <= INLINE_BYTES:
-            _drain(iter(plan.batches), flat, descriptors, progress, threading.Event())
+            _drain(iter(plan.batches), flat, Way("buffered", self._files, descriptors, 0), progress, threading.Event())
             return
-        pending = _Shared(plan.batches, descriptors)
+        way = Way(self._reading, self._files, descriptors, sum(batch.nbytes for batch in plan.batches))
+        pending = _Shared(plan.batches, descriptors, way)
         stop = threading.Event()
         pool = workers()
-        count = min(reading_threads(), len(plan.batches))
-        futures = [pool.submit(_drain, pending, flat, descriptors, progress, stop) for _ in range(count)]
+        count = min(reading_threads() if way.is_buffered else max(MIN_WORKERS, reading_threads()), len(plan.batches))
+        futures = [pool.submit(_drain, pending, flat, way, progress, stop) for _ in range(count)]
         try:
             for future in futures:
                 future.result()
@@ -123,14 +127,15 @@ class Reader:
 
 
 class _Shared:
-    """Batches that several threads take from. The system is told in time of what will be read next.
+    """Batches that several threads take from. The system is told in time of what will be read next through the page cache.
 
     A thread that casts does not read meanwhile, and a disk does not read what nobody has asked for.
     """
 
-    def __init__(self, batches: Sequence[Batch], descriptors: Mapping[CheckpointFile, int]) -> None:
+    def __init__(self, batches: Sequence[Batch], descriptors: Mapping[CheckpointFile, int], way: Way) -> None:
         self._batches = batches
         self._descriptors = descriptors
+        self._way = way
         self._lock = threading.Lock()
         self._next = 0
         self._announced = 0
@@ -152,7 +157,7 @@ class _Shared:
                 self._ahead_bytes += coming[-1].nbytes
                 self._announced += 1
         for each in coming:
-            if each.staged_bytes and hasattr(os, "posix_fadvise"):
+            if each.staged_bytes and self._way.is_buffered and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._descriptors[each.file], each.ranges[0].offset, each.nbytes, os.POSIX_FADV_WILLNEED)
         return batch
 
@@ -160,11 +165,11 @@ class _Shared:
 def _drain(
     work: Iterator[Batch],
     destinations: Sequence[torch.Tensor],
-    descriptors: Mapping[CheckpointFile, int],
+    way: Way,
     progress: Progress | None,
     stop: threading.Event,
 ) -> None:
-    staging = None
+    staging = window = None
     try:
         # Destinations may be tensors made in inference mode, which no other mode may write to.
         with torch.inference_mode():
@@ -173,7 +178,9 @@ def _drain(
                     return
                 if staging is None and (batch.staged_bytes or batch.has_gaps):
                     staging = torch.empty(STAGED_BYTES + GAP_BYTES, dtype=torch.uint8, device="cpu")
-                _read_batch(batch, destinations, descriptors[batch.file], staging)
+                if window is None and not way.is_buffered:
+                    window = way.new_window()
+                _read_batch(batch, destinations, way, staging, window)
                 if progress is not None:
                     progress.advance(batch.filled_bytes)
     except BaseException:
@@ -181,29 +188,27 @@ def _drain(
         raise
 
 
-def _read_batch(batch: Batch, destinations: Sequence[torch.Tensor], descriptor: int, staging: torch.Tensor | None) -> None:
-    buffers: list[memoryview] = []
+def _read_batch(
+    batch: Batch, destinations: Sequence[torch.Tensor], way: Way, staging: torch.Tensor | None, window: torch.Tensor | None
+) -> None:
+    parts: list[torch.Tensor] = []
     copies: list[tuple[Range, torch.Tensor]] = []
     position = batch.ranges[0].offset
     used = 0
     for each in batch.ranges:
         if each.offset > position:
             assert staging is not None
-            buffers.append(_memory(staging[STAGED_BYTES : STAGED_BYTES + each.offset - position]))
+            parts.append(staging[STAGED_BYTES : STAGED_BYTES + each.offset - position])
         if each.dims is None:
             item = each.dtype.itemsize
-            buffers.append(_memory(destinations[each.job])[each.first * item : each.first * item + each.nbytes])
+            parts.append(destinations[each.job].view(torch.uint8)[each.first * item : each.first * item + each.nbytes])
         else:
             assert staging is not None
             part = staging[used : used + each.nbytes]
             used += each.staged_bytes
-            buffers.append(_memory(part))
+            parts.append(part)
             copies.append((each, part))
         position = each.offset + each.nbytes
-    read_scattered(descriptor, buffers, batch.ranges[0].offset, batch.file)
+    way.read(batch.file, batch.ranges[0].offset, parts, window, again=batch.read_again)
     for each, part in copies:
         put_range(each, part, destinations[each.job])
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(torch.uint8).numpy().data)

@@ -48,7 +48,7 @@ def load_state_dict(checkpoint_file: str | Path, device_map: Mapping[str, object
         is_host = device.type == "cpu"
         tensor = empty_host_tensor(entry.shape, entry.dtype) if is_host else torch.empty(entry.shape, dtype=entry.dtype, device=device)
         jobs.append((transfer, tensor))
-    reader = Reader(checkpoint.identities)
+    reader = Reader(checkpoint.identities, "auto")
     try:
         reader.read(jobs)
     finally:

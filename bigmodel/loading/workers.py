@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 import torch
 
 from ..devices import reading_threads
 
-__all__ = ["workers"]
+__all__ = ["MIN_WORKERS", "workers"]
+
+MIN_WORKERS: Final = 4
+"""Reads past the page cache mostly wait, and disks want several requests at once, whatever the number of cores."""
 
 _lock = threading.Lock()
 _pools: dict[int, ThreadPoolExecutor] = {}
@@ -21,7 +25,7 @@ def workers() -> ThreadPoolExecutor:
     with _lock:
         pool = _pools.get(os.getpid())
         if pool is None:
-            pool = _pools[os.getpid()] = _started(reading_threads())
+            pool = _pools[os.getpid()] = _started(max(MIN_WORKERS, reading_threads()))
         return pool
 
 
