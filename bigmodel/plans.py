@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from . import planning
+from .errors import PlanError
 from .named_budgets import named_budgets
 from .planning import Plan
 from .planning.predicting import MachineLike
 from .planning.sizes import DtypeLike
 from .protocols import WeightFormat
-from .quantization import FORMAT_NAMES, weight_format
+from .quantization import FORMAT_NAMES
+from .quantization import weight_format as find_format
 from .sources import MatrixFormat, Tree, Wanted, find_tree
 
 __all__ = ["plan"]
@@ -29,6 +31,7 @@ def plan(
     max_memory: Mapping[Any, int | str] | None = None,
     *,
     dtype: DtypeLike | WeightFormat | None = None,
+    weight_format: WeightFormat | str | None = None,
     context: int | None = None,
     batch: int = 1,
     cache_dtype: DtypeLike | None = None,
@@ -56,7 +59,9 @@ def plan(
         max_memory: what each device offers, in bytes, as text, or as the name of an accelerator (`{0: "24GiB", 1: "RTX 4090",
             "cpu": "64GB"}`); devices need not exist. Devices that are not named are not used, except "disk". Of a named accelerator 90 % of
             the memory are planned with. Without `max_memory` this machine is measured.
-        dtype: what floating weights are loaded as, a torch dtype or its name; or a packed format (`"nf4"`, `"nf4-dq"`, `"fp4"`, `"int8"`).
+        dtype: what floating weights are loaded as, a torch dtype or its name; or a packed format (`"nf4"`, `"nf4-dq"`, `"fp4"`, `"int8"`),
+            which leaves what it does not pack as it is.
+        weight_format: a packed format beside a `dtype` for what is not packed.
         context: tokens per sequence, prompt and answer together: the plan keeps room for the KV cache, activations and logits.
         batch: sequences that run together.
         cache_dtype: of the KV cache; by default that of the activations.
@@ -82,7 +87,7 @@ def plan(
         a damaged checkpoint or dump, or none. MissingPackageError: a package that `source` needs is not installed.
     """
     budgets = named_budgets(max_memory)
-    packed, plain_dtype = _split_dtype(dtype)
+    packed, plain_dtype = _split_dtype(dtype, weight_format)
     buildable = _buildable(plain_dtype)
     tree = find_tree(source, Wanted(buildable, model_class, trust_remote_code))
     made = planning.plan(
@@ -99,7 +104,7 @@ def plan(
         cache_dtype=cache_dtype,
         machine=budgets.machine if machine is None else machine,
         objective=objective,
-        formats=[_fitting(weight_format(name), tree) for name in ADVISED_FORMATS],
+        formats=[_fitting(find_format(name), tree) for name in ADVISED_FORMATS],
     )
     return replace(made, model=tree.name or made.model, notes=(*made.notes, *tree.notes, *budgets.notes))
 
@@ -109,13 +114,16 @@ def _fitting(packed: WeightFormat, tree: Tree) -> WeightFormat:
     return MatrixFormat(packed) if tree.is_skeleton else packed
 
 
-def _split_dtype(dtype: DtypeLike | WeightFormat | None) -> tuple[WeightFormat | None, DtypeLike | None]:
-    """A packed format, or a dtype."""
-    if isinstance(dtype, str) and dtype in FORMAT_NAMES:
-        return weight_format(dtype), None
-    if isinstance(dtype, WeightFormat):
-        return dtype, None
-    return None, None if isinstance(dtype, str) and dtype == "auto" else dtype
+def _split_dtype(
+    dtype: DtypeLike | WeightFormat | None, weight_format: WeightFormat | str | None
+) -> tuple[WeightFormat | None, DtypeLike | None]:
+    """A packed format, and the dtype of the rest. Raises `PlanError` where two formats are named."""
+    packed = find_format(weight_format) if isinstance(weight_format, str) else weight_format
+    if isinstance(dtype, WeightFormat) or (isinstance(dtype, str) and dtype in FORMAT_NAMES):
+        if packed is not None:
+            raise PlanError(f"dtype={dtype!r} and weight_format={weight_format!r} are both packed formats: give one of them.")
+        return (find_format(dtype) if isinstance(dtype, str) else dtype), None
+    return packed, None if isinstance(dtype, str) and dtype == "auto" else dtype
 
 
 def _buildable(dtype: DtypeLike | None) -> torch.dtype | None:

@@ -107,10 +107,10 @@ def test_a_plan_for_devices_that_are_not_here_is_refused(file: Path) -> None:
         bigmodel.load_checkpoint_and_dispatch(empty(), file, device_map=made)
 
 
-def test_a_plan_of_packed_weights_is_loaded_packed(file: Path) -> None:
-    made = bigmodel.plan(empty(width=64), {"cpu": "1GB"}, dtype="int8")
+@pytest.mark.parametrize(("planned", "config"), [("float32", {"torch_dtype": torch.float32}), ("float16", {})])
+def test_a_plan_of_packed_weights_is_loaded_packed_to_the_byte(file: Path, planned: str, config: dict[str, object]) -> None:
     save_file(Model(width=64).state_dict(), file)
-    model = bigmodel.load_checkpoint_and_dispatch(
-        empty(width=64), file, device_map=made, quantization=BnbQuantizationConfig(load_in_8bit=True)
-    )
+    made = bigmodel.plan(empty(width=64), {"cpu": "1GB"}, dtype=planned, weight_format="int8")
+    quantization = BnbQuantizationConfig(load_in_8bit=True, **config)
+    model = bigmodel.load_checkpoint_and_dispatch(empty(width=64), file, device_map=made, quantization=quantization)
     assert sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) == made.total_bytes

@@ -94,6 +94,19 @@ def test_dtypes_are_torch_dtypes_and_their_names() -> None:
         bigmodel.plan(Model(), {0: "1GB"}, dtype="nf5")
 
 
+def test_a_packed_format_beside_a_dtype() -> None:
+    made = bigmodel.plan(Model(), {0: "1GB"}, weight_format="int8")
+    assert (
+        made == bigmodel.plan(Model(), {0: "1GB"}, dtype="int8") == bigmodel.plan(Model(), {0: "1GB"}, weight_format=weight_format("int8"))
+    )
+    rest = 4 * (BLOCKS * (128 + 64 + 64 + 64) + 100 * 64 + 100)
+    assert bigmodel.plan(Model(), {0: "1GB"}, dtype="float16", weight_format="int8").total_bytes == made.total_bytes - rest // 2
+    with pytest.raises(PlanError, match="both packed formats"):
+        bigmodel.plan(Model(), {0: "1GB"}, dtype="nf4", weight_format="int8")
+    with pytest.raises(ValueError, match="'nf3' is no packed format"):
+        bigmodel.plan(Model(), {0: "1GB"}, weight_format="nf3")
+
+
 def test_packed_formats_are_advised() -> None:
     said = [each.change for each in bigmodel.plan(Model(), BUDGETS).advice]
     assert "8-bit weights (int8)" in said
