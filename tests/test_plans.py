@@ -137,7 +137,5 @@ def test_tens_of_thousands_of_experts_are_planned() -> None:
     made = bigmodel.plan(dump, {0: 4 * block, "cpu": 4 * block})
     assert made.total_bytes == layers * block
     assert made.blocks == tuple(f"layers.{layer}" for layer in range(layers))
-    assert made.device_map == {**{f"layers.{layer}": 0 for layer in range(2)}, **{f"layers.{layer}": "cpu" for layer in range(2, 6)}} | {
-        "layers.6": "disk",
-        "layers.7": "disk",
-    }
+    places = [0] * 3 + ["cpu"] * 4 + ["disk"]  # the offloaded ones pass through in parts
+    assert made.device_map == {f"layers.{layer}": place for layer, place in enumerate(places)}

@@ -11,7 +11,7 @@ from torch import nn
 from ..devices import DeviceKey
 from .items import Unit
 from .sizes import class_names
-from .solver import Assignment, ring_bytes
+from .solver import Assignment, least_ring_bytes, whole_groups
 from .ties import get_module_size_with_ties
 
 __all__ = ["fallback_allocate", "walk"]
@@ -47,11 +47,13 @@ def walk(units: Sequence[Unit], budgets: Mapping[DeviceKey, int]) -> Assignment 
     main: DeviceKey = next((place for place in places if place in accelerators), "cpu")
     stored = {"cpu", "disk"} if accelerators else {"disk"}
     offloaded = [unit for unit, place in zip(units, places, strict=True) if place in stored]
-    reserve = ring_bytes(offloaded, 1)
-    resident = sum(unit.total_bytes for unit, place in zip(units, places, strict=True) if place == main)
-    if main in budgets and resident + reserve > budgets[main]:
+    staying_bytes = sum(unit.staying_bytes for unit in offloaded)
+    reserve_bytes = least_ring_bytes(offloaded)
+    resident_bytes = sum(unit.total_bytes for unit, place in zip(units, places, strict=True) if place == main)
+    if main in budgets and resident_bytes + staying_bytes + reserve_bytes > budgets[main]:
         return None
-    return Assignment(tuple(places), main, min(1, len(offloaded)), reserve, sum(unit.moved_bytes for unit in offloaded), is_optimal=False)
+    moved_bytes = sum(unit.moved_bytes for unit in offloaded)
+    return Assignment(tuple(places), main, whole_groups(offloaded, reserve_bytes), reserve_bytes, moved_bytes, is_optimal=False)
 
 
 def fallback_allocate(

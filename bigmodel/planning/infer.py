@@ -15,15 +15,18 @@ from ..errors import PlanError
 from ..modules import find_tied_parameters
 from .conventional import walk
 from .device_maps import clean_device_map
-from .items import Inventory, Unit, find_items, join_tied
+from .items import Inventory, Travel, Unit, find_items, join_tied
 from .memory import get_max_memory
 from .sizes import DtypeLike, tensor_bytes_rule
-from .solver import Assignment, assign, is_better, second_slot_costs_much
+from .solver import Assignment, assign, is_better
 from .ties import check_tied_parameters_in_config
 
 __all__ = ["infer_auto_device_map", "map_entries", "refuse_unplaced"]
 
 logger = logging.getLogger(__name__)
+
+FEW_LAYERS = 8
+"""Models without blocks and with no more layers than this get the map that scripts expect, even where another moves fewer bytes."""
 
 
 def infer_auto_device_map(
@@ -39,11 +42,12 @@ def infer_auto_device_map(
 ) -> OrderedDict[str, DeviceKey]:
     """A device for every module: accelerators in order, then "cpu", then "disk" (unlimited unless `max_memory` says otherwise).
 
-    Models without module lists, and all models that fit, get the map that a walk in module order gives, room for the largest layer kept
-    on the first accelerator, unless the solver (`solver.assign`) finds one that moves fewer bytes per step and leaves room for two groups
-    to pass through. All others get the solver's.
+    The map is the solver's (`solver.assign`): no map moves fewer bytes per step. Where the walk that scripts expect does as well (devices
+    filled one after the other in module order, room for the largest layer kept on the first accelerator), and always for plain models of
+    a few layers (`FEW_LAYERS`), it is that walk's. Room to pass through is kept for the largest part of what is offloaded, on the main
+    device: the first accelerator in the map.
     Devices that were skipped are filled later in either case, so `fallback_allocation` has nothing left to do and is accepted for scripts
-    that pass it. `verbose` logs each placement. Main device is the first accelerator in the map.
+    that pass it. `verbose` logs each placement.
 
     Raises `PlanError` for an empty model, an unknown device, an unreadable size, and a model that a "disk" budget leaves no room for.
     """
@@ -54,12 +58,13 @@ def infer_auto_device_map(
         )
     inventory = find_items(model, tensor_bytes_rule(dtype, special_dtypes), no_split_module_classes)
     # Buffers that stay behind are reported below and not planned with: scripts expect the same map with and without `offload_buffers`.
-    units = join_tied(inventory, offload_buffers=True, alignment=1, whole_embeddings=True)
-    assignment = assign(units, budgets, main_holds=True, overlap_first=None if inventory.blocks else True)
+    units = join_tied(inventory, Travel(True, alignment=1, whole_embeddings=True))
+    assignment = assign(units, budgets, main_holds=True)
     expected = walk(units, budgets)
-    one_slot_will_do = not inventory.blocks or second_slot_costs_much(units)
-    if expected is not None and (expected.moved_bytes == 0 or one_slot_will_do) and not is_better(assignment, expected, units):
-        assignment = expected
+    if expected is not None:
+        is_plain = not inventory.blocks and len(units) <= FEW_LAYERS and expected.main == assignment.main and assignment.moved_bytes
+        if is_plain or not is_better(assignment, expected, units):
+            assignment = expected
     refuse_unplaced(units, assignment, budgets)
 
     device_map = map_entries(inventory, units, assignment)
@@ -68,7 +73,7 @@ def infer_auto_device_map(
             logger.info("Putting %s on %s.", name or type(model).__name__, device)
     _report_unused(units, assignment, budgets)
     if not offload_buffers:
-        _warn_of_buffers(join_tied(inventory, offload_buffers=False, alignment=1, whole_embeddings=True), assignment, budgets)
+        _warn_of_buffers(join_tied(inventory, Travel(False, alignment=1, whole_embeddings=True)), assignment, budgets)
     return OrderedDict(clean_device_map(device_map) if clean_result else device_map)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,9 +11,10 @@ from torch import nn
 from ..constants import GROUP_ALIGNMENT_BYTES
 from ..errors import PlanError
 from ..modules import find_blocks, row_tables
+from ..parts import smallest_ring
 from .sizes import TensorBytes
 
-__all__ = ["Inventory", "Item", "Unit", "buffer_bytes", "find_items", "join_tied"]
+__all__ = ["Inventory", "Item", "Travel", "Unit", "buffer_bytes", "find_items", "join_tied"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,12 @@ class Item:
     is_block: bool
     entries: tuple[str, ...]
     """The names that stand for it in a device map: its own, or those of the tensors."""
+    module: nn.Module | None = field(default=None, compare=False, repr=False)
+    """The module, where it is a block."""
+    layout: int = 0
+    """Blocks of one class and one layout have the same names inside."""
+    is_around_others: bool = False
+    """Whether these are tensors that an inner module holds itself: they have to be there while the modules inside it run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,9 @@ class Unit:
     moved_bytes: int
     """Bytes that travel in every step when the unit is offloaded; a tensor that several items use travels for each of them."""
     slot_bytes: tuple[int, ...]
-    """Room that the items need to pass through, the largest two, the larger first; empty when nothing passes through."""
+    """Room that the items need to pass through whole, the largest two, the larger first; empty when nothing passes through."""
+    part_bytes: int
+    """Room that they need at least: for the largest part, where an item is cut as far as it can be (`parts.smallest_ring`)."""
     state_bytes: int = 0
     """State of the run (KV cache, logits), wherever the unit runs; no part of the model."""
 
@@ -60,6 +69,8 @@ class Inventory:
     buffers: dict[int, bool] = field(default_factory=dict)
     """The tensors that are buffers: whether they are part of the state dict."""
     blocks: list[str] = field(default_factory=list)
+    layouts: dict[tuple[str, ...], int] = field(default_factory=dict)
+    """The names of the tensors in a block, and the number that stands for them."""
     row_tables: set[int] = field(default_factory=set)
     """Embedding tables of which a step reads the rows that are looked up: they do not travel."""
 
@@ -83,11 +94,11 @@ def find_items(model: nn.Module, rule: TensorBytes, no_split_module_classes: str
         if is_block or not module._modules:
             tensors = list(_tensors_below(module, name))
             if tensors:
-                _add(inventory, name, tensors, rule, is_block=is_block)
+                _add(inventory, name, tensors, rule, block=module if is_block else None)
             continue
         own = list(_own_tensors(module, name))
         if own:
-            _add(inventory, own[0][0], own, rule, is_block=False, entries=tuple(tensor_name for tensor_name, _, _ in own))
+            _add(inventory, own[0][0], own, rule, entries=tuple(tensor_name for tensor_name, _, _ in own))
         stack += reversed([(_join(name, key), child) for key, child in module._modules.items() if child is not None])
     if not inventory.items:
         raise PlanError(f"{type(model).__name__} has no parameters and no buffers: there is nothing to place.")
@@ -129,7 +140,7 @@ def _add(
     tensors: list[tuple[str, torch.Tensor, bool | None]],
     rule: TensorBytes,
     *,
-    is_block: bool,
+    block: nn.Module | None = None,
     entries: tuple[str, ...] = (),
 ) -> None:
     keys: dict[int, None] = {}
@@ -140,26 +151,33 @@ def _add(
             inventory.nbytes[key] = rule(tensor_name, tensor)
             if persistent is not None:
                 inventory.buffers[key] = persistent
-    inventory.items.append(Item(name, tuple(keys), is_block, entries or (name,)))
+    layout = 0
+    if block is not None:
+        inside = tuple([tensor_name[len(name) :] for tensor_name, _, _ in tensors])
+        layout = inventory.layouts.setdefault(inside, len(inventory.layouts))
+    inventory.items.append(Item(name, tuple(keys), block is not None, entries or (name,), block, layout, bool(entries)))
 
 
-def join_tied(
-    inventory: Inventory,
-    *,
-    offload_buffers: bool,
-    alignment: int = GROUP_ALIGNMENT_BYTES,
-    whole_embeddings: bool = False,
-    state_bytes: Mapping[str, int] | None = None,
-) -> list[Unit]:
+@dataclass(frozen=True, slots=True)
+class Travel:
+    """How what is offloaded travels."""
+
+    offload_buffers: bool
+    """Whether buffers of the state dict travel with their item; computed ones never do."""
+    alignment: int = GROUP_ALIGNMENT_BYTES
+    """While a group passes through, each of its tensors starts at a multiple of this."""
+    whole_embeddings: bool = False
+    """Whether an embedding table travels like any other weight; else its rows are read where it rests."""
+
+
+def join_tied(inventory: Inventory, travel: Travel, state_bytes: Mapping[str, int] | None = None) -> list[Unit]:
     """The items as units, in the order of the model; items that share a tensor, directly or through others, form one.
 
-    With `offload_buffers` the buffers of the state dict travel with their item; computed ones never do. While a group passes through, each
-    of its tensors starts at a multiple of `alignment` bytes. With `whole_embeddings` an embedding table travels like any other weight.
     `state_bytes` is what the run keeps beside modules, by name of the module or of one inside it.
     """
-    state = _state_by_item(inventory, state_bytes or {})
+    making = _Making(inventory, travel, _state_by_item(inventory, state_bytes or {}))
     if sum(len(item.tensors) for item in inventory.items) == len(inventory.nbytes):  # nothing is shared
-        return [_unit((item,), inventory, offload_buffers, alignment, whole_embeddings, state) for item in inventory.items]
+        return [making.single(item) for item in inventory.items]
     parent = list(range(len(inventory.items)))
 
     def root(index: int) -> int:
@@ -176,7 +194,7 @@ def join_tied(
     members: dict[int, list[Item]] = {}
     for index, item in enumerate(inventory.items):
         members.setdefault(root(index), []).append(item)
-    return [_unit(tuple(items), inventory, offload_buffers, alignment, whole_embeddings, state) for items in members.values()]
+    return [making.single(items[0]) if len(items) == 1 else making.joined(items) for items in members.values()]
 
 
 def _state_by_item(inventory: Inventory, state_bytes: Mapping[str, int]) -> dict[str, int]:
@@ -195,24 +213,59 @@ def _state_by_item(inventory: Inventory, state_bytes: Mapping[str, int]) -> dict
     return state
 
 
-def _unit(
-    items: tuple[Item, ...],
-    inventory: Inventory,
-    offload_buffers: bool,
-    alignment: int,
-    whole_embeddings: bool,
-    state: Mapping[str, int],
-) -> Unit:
-    nbytes, buffers = inventory.nbytes, inventory.buffers
+class _Making:
+    """Makes units. Items of equal tensors are counted once."""
 
-    def stays(key: int) -> bool:
-        return key in buffers and not (offload_buffers and buffers[key])
+    def __init__(self, inventory: Inventory, travel: Travel, state: Mapping[str, int]) -> None:
+        self._inventory = inventory
+        self._travel = travel
+        self._state = state
+        staying = {key for key, persistent in inventory.buffers.items() if not (travel.offload_buffers and persistent)}
+        self._staying = staying
+        self._resting = staying if travel.whole_embeddings else staying | inventory.row_tables
+        """Tensors that do not travel."""
+        self._passing: dict[object, tuple[int, int, int]] = {}
 
-    distinct = items[0].tensors if len(items) == 1 else tuple(dict.fromkeys(key for item in items for key in item.tensors))
-    total_bytes = sum(nbytes[key] for key in distinct)
-    staying_bytes = sum(nbytes[key] for key in distinct if stays(key))
-    at_rest = set() if whole_embeddings else inventory.row_tables
-    travelling = [[nbytes[key] for key in item.tensors if not stays(key) and key not in at_rest] for item in items]
-    slots = sorted((sum(-(-size // alignment) * alignment for size in sizes) for sizes in travelling if sum(sizes)), reverse=True)
-    state_bytes = sum(state.get(item.name, 0) for item in items)
-    return Unit(items, total_bytes + state_bytes, staying_bytes + state_bytes, sum(map(sum, travelling)), tuple(slots[:2]), state_bytes)
+    def single(self, item: Item) -> Unit:
+        nbytes, state = self._inventory.nbytes, self._state.get(item.name, 0)
+        total_bytes = sum([nbytes[key] for key in item.tensors])
+        staying_bytes = sum([nbytes[key] for key in item.tensors if key in self._staying]) if self._staying else 0
+        if item.is_around_others:
+            return Unit((item,), total_bytes + state, total_bytes + state, 0, (), 0, state)
+        moved, slot, part = self._passing_bytes(item)
+        return Unit((item,), total_bytes + state, staying_bytes + state, moved, (slot,) if slot else (), part, state)
+
+    def joined(self, items: Sequence[Item]) -> Unit:
+        nbytes = self._inventory.nbytes
+        distinct = dict.fromkeys(key for item in items for key in item.tensors)
+        state = sum(self._state.get(item.name, 0) for item in items)
+        passing = [self._passing_bytes(item) for item in items]
+        return Unit(
+            tuple(items),
+            sum(nbytes[key] for key in distinct) + state,
+            sum(nbytes[key] for key in distinct if key in self._staying) + state,
+            sum(moved for moved, _, _ in passing),
+            tuple(sorted((slot for _, slot, _ in passing if slot), reverse=True)[:2]),
+            max(part for _, _, part in passing),
+            state,
+        )
+
+    def _passing_bytes(self, item: Item) -> tuple[int, int, int]:
+        """What travels of the item, the room that it needs whole, and the room that its largest part needs."""
+        nbytes, resting = self._inventory.nbytes, self._resting
+        sizes = tuple([0 if key in resting else nbytes[key] for key in item.tensors])
+        known = (type(item.module), item.layout, sizes)
+        passing = self._passing.get(known)
+        if passing is None:
+            slot = sum(map(self._aligned, sizes))
+            passing = self._passing[known] = (sum(sizes), slot, slot if item.module is None else self._part_bytes(item.name, item.module))
+        return passing
+
+    def _part_bytes(self, name: str, block: nn.Module) -> int:
+        def room(_: str, tensor: torch.Tensor) -> int:
+            return 0 if id(tensor) in self._resting else self._aligned(self._inventory.nbytes[id(tensor)])
+
+        return smallest_ring({name: block}, room, slots=1).nbytes
+
+    def _aligned(self, nbytes: int) -> int:
+        return -(-nbytes // self._travel.alignment) * self._travel.alignment

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Kind", "Packing", "pack"]
+__all__ = ["Effort", "Kind", "Packing", "pack"]
 
 STATE_LIMIT = 4096
 """Partial fillings kept at a time; beyond it the best of each 1/4096 of the capacity stays."""
 NODE_LIMIT = 20_000
-"""Steps of the exhaustive search before it settles for the best that it has found."""
+"""Steps of all exhaustive searches for one answer before they settle for the best that they have found."""
 
 Numbers = npt.NDArray[np.int64]
 
@@ -32,6 +32,8 @@ class Kind:
     count: int
     required: int = 0
     """How many have to be packed."""
+    relief: int = 0
+    """Room that the first bin gains when one is packed on any other: what was charged there as though none were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,15 @@ class Packing:
     def is_optimal(self) -> bool:
         """Whether it is proven that nothing saves more."""
         return self.value >= self.bound
+
+
+@dataclass(slots=True)
+class Effort:
+    """Steps that exhaustive searches may still take; shared by the packings of one question."""
+
+    nodes: int = NODE_LIMIT
+    was_cut_off: bool = False
+    """Whether the last search ended before it had tried everything."""
 
 
 class _Frontier:
@@ -112,10 +123,11 @@ class _Search:
     capacities: list[int]
     best_value: int
     bound: int
+    effort: Effort
     best: list[list[int]] | None = None
-    nodes: int = 0
     units: list[int] = field(default_factory=list)
     value_after: list[int] = field(default_factory=list)
+    relief_after: list[int] = field(default_factory=list)
     optional: list[int] = field(default_factory=list)
     density: float = 0.0
 
@@ -126,17 +138,20 @@ class _Search:
         if len(self.units) > 400:  # deeper than Python likes to recurse, and far beyond what can be searched
             return False
         self.optional = [kind.count - kind.required for kind in self.kinds]
-        self.density = max((kind.value / max(1, min(kind.first_weight, kind.weight)) for kind in self.kinds), default=0.0)
-        self.value_after = [0]
+        # A unit on another bin takes its weight there and gives its relief to the first: both are room.
+        self.density = max((kind.value / max(1, min(kind.first_weight, kind.weight - kind.relief)) for kind in self.kinds), default=0.0)
+        self.value_after, self.relief_after = [0], [0]
         for kind in reversed(self.units):
             self.value_after.append(self.value_after[-1] + self.kinds[kind].value)
+            self.relief_after.append(self.relief_after[-1] + self.kinds[kind].relief)
         self.value_after.reverse()
+        self.relief_after.reverse()
         self._place(0, 0, 0, [[0] * len(self.kinds) for _ in self.capacities])
-        return self.nodes <= NODE_LIMIT
+        return self.effort.nodes > 0
 
     def _place(self, index: int, start: int, value: int, counts: list[list[int]]) -> None:
-        self.nodes += 1
-        if self.nodes > NODE_LIMIT or self.best_value >= self.bound:
+        self.effort.nodes -= 1
+        if self.effort.nodes <= 0 or self.best_value >= self.bound or self.capacities[0] + self.relief_after[index] < 0:
             return
         hope = min(self.value_after[index], int(self.density * sum(self.capacities)) + 1)
         if value + hope <= self.best_value:
@@ -147,45 +162,61 @@ class _Search:
         kind_index = self.units[index]
         kind = self.kinds[kind_index]
         is_last_of_kind = index + 1 == len(self.units) or self.units[index + 1] != kind_index
-        tried: set[tuple[int, int]] = set()
+        tried: set[int] = set()
         for position in range(start, len(self.capacities)):
-            weight = kind.weight if position else kind.first_weight
             room = self.capacities[position]
-            if weight > room or (start == 0 and (room, weight) in tried and position):
+            # What is still to come may give the first bin room, so that it may be overdrawn for now.
+            fits = kind.weight <= room if position else kind.first_weight <= room + self.relief_after[index + 1]
+            if not fits or (position and start == 0 and room in tried):
                 continue
             if position:
-                tried.add((room, weight))
-            self.capacities[position] -= weight
-            counts[position][kind_index] += 1
+                tried.add(room)
+            self._put(position, kind_index, 1, counts)
             self._place(index + 1, 0 if is_last_of_kind else position, value + kind.value, counts)
-            counts[position][kind_index] -= 1
-            self.capacities[position] += weight
+            self._put(position, kind_index, -1, counts)
         if self.optional[kind_index] > 0:
             self.optional[kind_index] -= 1
             self._place(index + 1, 0 if is_last_of_kind else len(self.capacities), value, counts)
             self.optional[kind_index] += 1
 
+    def _put(self, position: int, kind_index: int, number: int, counts: list[list[int]]) -> None:
+        kind = self.kinds[kind_index]
+        counts[position][kind_index] += number
+        if position:
+            self.capacities[position] -= number * kind.weight
+            self.capacities[0] += number * kind.relief
+        else:
+            self.capacities[0] -= number * kind.first_weight
 
-def pack(kinds: Sequence[Kind], capacities: Sequence[int], *, worth_more_than: int = -1) -> Packing | None:
+
+def pack(kinds: Sequence[Kind], capacities: Sequence[int], *, worth_more_than: int = -1, effort: Effort | None = None) -> Packing | None:
     """The packing that saves the most, with all required units in it; None if there is none, or none worth more than `worth_more_than`.
 
-    First bin by bin, each filled as well as what is left allows (a knapsack over the kinds). That meets the bound, the sum of what each
-    bin could hold if it were filled alone, in the common case of many equal blocks. Where it does not, an exhaustive search follows: exact
-    for small cases, cut off after `NODE_LIMIT` steps, and then the result is the best found. The bound tells how far off it can be.
+    The first capacity may be negative, where units with `relief` can make up for it. First bin by bin, each filled as well as what is
+    left allows (a knapsack over the kinds). That meets the bound, the sum of what each bin could hold if it were filled alone, in the
+    common case of many equal blocks. Where it does not, an exhaustive search follows: exact for small cases, cut off when `effort` is used
+    up, and then the result is the best found. The bound tells how far off it can be.
     """
+    effort = effort or Effort()
+    effort.was_cut_off = False
     bound = _upper_bound(kinds, capacities)
     if bound <= worth_more_than:
         return None
     value, counts = -1, None
-    for order in (range(len(capacities)), sorted(range(len(capacities)), key=capacities.__getitem__)):
-        filled_value, filled = _fill(kinds, capacities, order)
+    has_relief = any(kind.relief for kind in kinds)
+    by_size = sorted(range(len(capacities)), key=capacities.__getitem__)
+    others_first = [*range(1, len(capacities)), 0]
+    orders = [others_first, [position for position in by_size if position], by_size] if has_relief else [range(len(capacities)), by_size]
+    for order in orders:
+        filled_value, filled = _fill(kinds, capacities, [*order, 0] if has_relief else order)
         if filled_value > value:
             value, counts = filled_value, filled
         if value >= bound:
             break
     if value < bound:
-        search = _Search(kinds, list(capacities), max(value, worth_more_than), bound)
-        if search.run():
+        search = _Search(kinds, list(capacities), max(value, worth_more_than), bound, effort)
+        effort.was_cut_off = not search.run()
+        if not effort.was_cut_off:
             bound = search.best_value
         if search.best is not None:
             value, counts = search.best_value, search.best
@@ -199,34 +230,50 @@ def _weights(kinds: Sequence[Kind], position: int) -> list[int]:
 
 
 def _upper_bound(kinds: Sequence[Kind], capacities: Sequence[int]) -> int:
-    """What all bins could save together if each had all units for itself, and no more than there is to save."""
-    values, counts = [kind.value for kind in kinds], [kind.count for kind in kinds]
+    """What all bins could save together if each had all units for itself, and no more than there is; -1 if nothing can be packed."""
     total = sum(kind.value * kind.count for kind in kinds)
-    alone = 0
-    for position, capacity in ((0, capacities[0]), (1, max(capacities[1:], default=-1))):
-        if capacity < 0:
-            continue
-        front = _Frontier(_weights(kinds, position), values, counts, capacity)
-        bins = capacities[1:] if position else capacities[:1]
-        best = max((kind.value / weight for kind, weight in zip(kinds, _weights(kinds, position), strict=True) if weight), default=0.0)
-        alone += sum(front.best_value(each) if front.exact else math.ceil(best * each) for each in bins)
-    return min(total, alone)
+    others = capacities[1:]
+    relief = min(sum(kind.relief * kind.count for kind in kinds), _alone(kinds, [kind.relief for kind in kinds], 1, others))
+    if capacities[0] + relief < 0:
+        return -1
+    values = [kind.value for kind in kinds]
+    return min(total, _alone(kinds, values, 0, [capacities[0] + relief]) + _alone(kinds, values, 1, others))
+
+
+def _alone(kinds: Sequence[Kind], values: Sequence[int], position: int, capacities: Sequence[int]) -> int:
+    """The most that these bins could hold of `values` if each had all units for itself."""
+    if not any(values) or max(capacities, default=-1) < 0:
+        return 0
+    weights = _weights(kinds, position)
+    front = _Frontier(weights, values, [kind.count for kind in kinds], max(capacities))
+    best = max((value / weight for value, weight in zip(values, weights, strict=True) if weight), default=0.0)
+    return sum(front.best_value(each) if front.exact else math.ceil(best * each) for each in capacities if each >= 0)
 
 
 def _fill(kinds: Sequence[Kind], capacities: Sequence[int], order: Iterable[int]) -> tuple[int, list[list[int]] | None]:
     """The bins filled in this order, each as well as possible with what is left; -1 and None if a required unit was left over."""
-    required_bonus = 1 + sum(kind.value * kind.count for kind in kinds)
+    required_bonus = 1 + sum((kind.value + kind.relief) * kind.count for kind in kinds)
     # Required units are kinds of their own here, worth more than everything else together.
-    parts = [(index, kind.required, kind.value + required_bonus) for index, kind in enumerate(kinds) if kind.required]
-    parts += [(index, kind.count - kind.required, kind.value) for index, kind in enumerate(kinds) if kind.count > kind.required]
+    parts = [(index, kind.required, required_bonus) for index, kind in enumerate(kinds) if kind.required]
+    parts += [(index, kind.count - kind.required, 0) for index, kind in enumerate(kinds) if kind.count > kind.required]
     left = [count for _, count, _ in parts]
     counts = [[0] * len(kinds) for _ in capacities]
+    room = list(capacities)
     for position in order:
+        if room[position] < 0:
+            continue
         weights = _weights(kinds, position)
-        front = _Frontier([weights[index] for index, _, _ in parts], [value for _, _, value in parts], left, capacities[position])
+        # On other bins the room that the first one gains is worth about as many bytes as it is.
+        values = [kind.value + (kind.relief if position else 0) for kind in kinds]
+        front = _Frontier(
+            [weights[index] for index, _, _ in parts], [values[index] + bonus for index, _, bonus in parts], left, room[position]
+        )
         for part, taken in enumerate(front.best_counts()):
+            index = parts[part][0]
             left[part] -= taken
-            counts[position][parts[part][0]] += taken
-    if any(left[part] for part, (_, _, value) in enumerate(parts) if value > required_bonus):
+            counts[position][index] += taken
+            room[position] -= taken * weights[index]
+            room[0] += taken * kinds[index].relief if position else 0
+    if room[0] < 0 or any(left[part] for part, (_, _, bonus) in enumerate(parts) if bonus):
         return -1, None
     return sum(row[index] * kind.value for row in counts for index, kind in enumerate(kinds)), counts

@@ -16,7 +16,7 @@ from ..text import bytes_text
 from .advice import advise
 from .device_maps import clean_device_map
 from .infer import map_entries, refuse_unplaced
-from .items import Inventory, Unit, buffer_bytes, join_tied
+from .items import Inventory, Travel, Unit, buffer_bytes, join_tied
 from .memory import measured_budgets, parse_budgets
 from .needs import Needs, Workload
 from .objective import choose
@@ -25,7 +25,7 @@ from .predicting import MachineLike, find_machine, predicted
 from .request import Request
 from .shared_work import SharedWork
 from .sizes import DtypeLike
-from .solver import Assignment, assign, ring_bytes
+from .solver import Assignment, assign, least_ring_bytes, ring_bytes
 from .table import device_text
 
 __all__ = ["plan"]
@@ -102,10 +102,10 @@ def _solved(request: Request, work: SharedWork) -> Plan:
     def assigned(units: Sequence[Unit]) -> Assignment:
         return assign(units, budgets, mode=request.mode, workspace_bytes=needs.workspace_bytes)
 
-    units = join_tied(inventory, offload_buffers=offload_buffers, state_bytes=needs.state_bytes)
+    units = join_tied(inventory, Travel(offload_buffers), needs.state_bytes)
     assignment = assigned(units)
     if not offload_buffers and assignment.main != _first_compute(budgets) and any(inventory.buffers.values()):
-        travelling = join_tied(inventory, offload_buffers=True, state_bytes=needs.state_bytes)
+        travelling = join_tied(inventory, Travel(True), needs.state_bytes)
         with_buffers = assigned(travelling)
         if with_buffers.main != assignment.main:
             units, assignment, offload_buffers = travelling, with_buffers, True
@@ -123,16 +123,16 @@ def _first_compute(budgets: Mapping[DeviceKey, int]) -> DeviceKey:
 def _passage_notes(units: Sequence[Unit], assignment: Assignment, budgets: Mapping[DeviceKey, int]) -> list[str]:
     """What to say about the room to pass through. Raises `PlanError` where there is none on any device."""
     notes: list[str] = []
-    largest = max(units, key=lambda unit: unit.slot_bytes[:1])
-    needed_bytes = ring_bytes(units, 1) + sum(unit.staying_bytes for unit in units)
+    largest = max(units, key=lambda unit: unit.part_bytes)
+    needed_bytes = least_ring_bytes(units) + sum(unit.staying_bytes for unit in units)
     name = largest.items[0].name or "the model"
     first = _first_compute(budgets)
     if first != "cpu" and assignment.main == "cpu":
         notes.append(
-            f"Everything runs on the CPU: no accelerator has room for the largest group to pass through ({name}, "
+            f"Everything runs on the CPU: no accelerator has room for the largest part to pass through ({name}, "
             f"{bytes_text(needed_bytes)}; device {first!r} offers {bytes_text(budgets[first])})."
         )
-    if assignment.main == "cpu" and assignment.slots == 0 and assignment.moved_bytes:
+    if not assignment.can_run:
         if "cpu" in budgets:
             largest_budget = max(budget for key, budget in budgets.items() if key != "disk")
             raise PlanError(
@@ -142,9 +142,15 @@ def _passage_notes(units: Sequence[Unit], assignment: Assignment, budgets: Mappi
         notes.append(
             f"max_memory gives nothing for 'cpu', where this plan runs: it takes up to {bytes_text(ring_bytes(units, 2))} of RAM there."
         )
+        return notes
     stores = {"disk"} if assignment.main == "cpu" else {"cpu", "disk"}
     passing = [unit for unit, place in zip(units, assignment.places, strict=True) if place in stores]
-    if assignment.slots == 1 and ring_bytes(passing, 2) > ring_bytes(passing, 1):
+    if assignment.moved_bytes and assignment.slots == 0:
+        notes.append(
+            f"Blocks travel in parts, as the reserve ({bytes_text(assignment.reserve_bytes)}) allows: two whole ones "
+            f"({bytes_text(ring_bytes(passing, 2))}) would let more bytes travel."
+        )
+    elif assignment.slots == 1 and ring_bytes(passing, 2) > ring_bytes(passing, 1):
         notes.append(
             "Room for one group at a time: copies and arithmetic take turns. Some more memory on the main device lets them overlap."
         )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
 
 from ..devices import DeviceKey
 from .items import Unit
-from .knapsack import Kind, pack
+from .knapsack import Effort, Kind, pack
 from .resident import Tier, alike, all_resident, deal, limit_bytes
 
-__all__ = ["Assignment", "assign", "is_better", "ring_bytes", "solve"]
+__all__ = ["Assignment", "assign", "is_better", "least_ring_bytes", "ring_bytes", "solve", "whole_groups"]
 
-NO_LIMIT = 1 << 50
 SUBPROBLEM_LIMIT = 48
 """Choices of the largest offloaded groups that are solved in full, the most promising first."""
 
@@ -24,18 +25,25 @@ class Assignment:
     places: tuple[DeviceKey, ...]
     main: DeviceKey
     slots: int
-    """Groups that can pass through at a time: 2, 1, or 0 when nothing has to."""
+    """Whole groups that the reserve has room for: 2, 1, or 0 when they pass through in parts, or nothing has to."""
     reserve_bytes: int
     moved_bytes: int
     is_optimal: bool
-    """Whether it is proven that no assignment with this ring moves fewer bytes."""
+    """Whether it is proven that no assignment moves fewer bytes."""
     unplaced: tuple[int, ...] = ()
     """Units that no device has room for."""
+    can_run: bool = True
+    """Whether the main device has room for what stays there, and for what passes through."""
 
 
-def ring_bytes(units: Sequence[Unit], slots: int) -> int:
+def ring_bytes(units: Iterable[Unit], slots: int) -> int:
     """Room that the largest `slots` groups of these units need. The order of execution is not known yet: any two may follow each other."""
     return sum(sorted((slot for unit in units for slot in unit.slot_bytes), reverse=True)[:slots])
+
+
+def least_ring_bytes(units: Iterable[Unit]) -> int:
+    """Room without which these units cannot pass through: for their largest part."""
+    return max((unit.part_bytes for unit in units), default=0)
 
 
 def assign(
@@ -44,33 +52,37 @@ def assign(
     *,
     mode: str = "sequential",
     main_holds: bool = False,
-    overlap_first: bool | None = None,
     workspace_bytes: int = 0,
 ) -> Assignment:
     """Places every unit within `budgets` (bytes, in device order; "disk" has no limit unless one is given).
 
     Arithmetic happens on the accelerators, and what they cannot keep rests on "cpu", then on "disk". Without accelerators, or where none of
     them has room for the model's groups to pass through, "cpu" computes and "disk" is the store. If even that fails, everything rests in
-    the stores and `slots` is 0 with `moved_bytes` above 0. Every device that computes keeps `workspace_bytes` free. `mode`, `main_holds`
-    and `overlap_first` as in `solve`.
+    the stores and `can_run` is False. Every device that computes keeps `workspace_bytes` free. `mode` and `main_holds` as in
+    `solve`.
     """
     accelerators = [
         Tier(key, budget - workspace_bytes) for key, budget in budgets.items() if key not in ("cpu", "disk") and budget > workspace_bytes
     ]
     host = [Tier("cpu", budgets["cpu"])] if budgets.get("cpu", 0) > 0 else []
     disk = [Tier("disk", budgets.get("disk"))]
-    found = (
-        solve(units, accelerators, [*host, *disk], mode=mode, main_holds=main_holds, overlap_first=overlap_first) if accelerators else None
-    )
+    found = solve(units, accelerators, [*host, *disk], mode=mode, main_holds=main_holds)
     if found is None and budgets.get("cpu", 0) > workspace_bytes:
-        found = solve(units, [Tier("cpu", budgets["cpu"] - workspace_bytes)], disk, overlap_first=overlap_first)
+        found = solve(units, [Tier("cpu", budgets["cpu"] - workspace_bytes)], disk)
     if found is not None:
         return found
     places: list[DeviceKey | None] = [None] * len(units)
     unplaced = store_offloaded(units, places, [*host, *disk])
     moved = sum(unit.moved_bytes for unit, place in zip(units, places, strict=True) if place != "cpu")
     return Assignment(
-        tuple("disk" if place is None else place for place in places), "cpu", 0, 0, moved, is_optimal=False, unplaced=unplaced
+        tuple("disk" if place is None else place for place in places),
+        "cpu",
+        0,
+        0,
+        moved,
+        is_optimal=False,
+        unplaced=unplaced,
+        can_run=False,
     )
 
 
@@ -81,82 +93,102 @@ def solve(
     *,
     mode: str = "sequential",
     main_holds: bool = False,
-    overlap_first: bool | None = None,
 ) -> Assignment | None:
     """Places every unit on one of the `compute` devices, or offloads it to one of the `stores`, in device order.
 
     Everything stays on the compute devices if it can be packed there; no reserve is kept then. Otherwise one of them is the main device,
-    keeps room for two offloaded groups to pass through (the one in use and the next one), and as few bytes as possible travel per step.
-    Only where no device has enough for that (`room_for_two`) is one slot used; a budget that grows beyond that point buys the second slot
-    first, and what one slot could keep is never given up for it, so that more budget never offloads more. In a model of few large groups
-    (`second_slot_costs_much`, unless `overlap_first` tells) the second slot is only taken if it costs nothing.
+    where what is offloaded passes through a ring, and as few bytes as possible travel per step. The least ring holds the largest part of
+    an offloaded group (`Unit.part_bytes`): whatever any map needs, so that no map within the budgets moves fewer bytes. Of the
+    assignments that move as few on the same main device, one with a roomier ring is taken: two whole groups, which lets copies and
+    arithmetic overlap, or one; and room that is left on the main device in the end goes to the ring as well, up to two groups.
 
-    Which groups are the largest offloaded ones is tried in all combinations (up to `SUBPROBLEM_LIMIT`), each a packing problem
-    (`knapsack.pack`): exact for few units or many equal ones, and `is_optimal` says whether it is proven. Equal units are dealt to the
-    devices in model order. `mode` tells how what fits is spread ("sequential", "balanced", "balanced_low_0"). With `main_holds` the main
-    device keeps at least one unit, so that it can be recognized in the map. None if the compute devices cannot run the model: none of them
-    has room for its groups to pass through.
+    Why it is optimal: what has to be known of the ring is the largest part that is offloaded. All sizes that this can have are tried (up
+    to `SUBPROBLEM_LIMIT` of them, the smallest first), and each is a packing problem (`knapsack.pack`), exact for few units or many equal
+    ones, with a bound where it is not; likewise all main devices that differ. `is_optimal` says whether it is proven for this answer.
+    Where it is, more budget never moves more bytes. Equal units are dealt to the devices in model order.
+
+    `mode` tells how what fits is spread ("sequential", "balanced", "balanced_low_0"). With `main_holds` the main device keeps at least one
+    unit, so that it can be recognized in the map. None if the compute devices cannot
+    run the model: none of them has room for its groups to pass through.
     """
     resident = all_resident(units, compute, mode)
     if resident is not None:
         return Assignment(tuple(resident), compute[0].key, 0, 0, 0, is_optimal=True)
-    overlap_first = not second_slot_costs_much(units) if overlap_first is None else overlap_first
-    enough = room_for_two(units) - 1 if overlap_first else NO_LIMIT
-    best: Assignment | None = None
-    for slots, most in ((2, NO_LIMIT), (1, enough)):
-        limits = [min(limit_bytes(tier), most) for tier in compute]
-        tried = {0}
-        for main, limit in enumerate(limits):
-            if limit in tried:  # equal devices do equally well, and the first of them is the one that people expect
-                continue
-            tried.add(limit)
-            positions, is_optimal = _partly_resident(units, limits, main, slots)
-            if positions is None:
-                continue
-            found = _finish(units, compute, stores, main, slots, positions, is_optimal=is_optimal)
-            if main_holds and found.main not in found.places:
-                continue
-            if best is None or is_better(found, best, units):
-                best = found
+    effort = Effort()
+    best = _best_with(units, compute, stores, Ring.PART, effort, main_holds=main_holds)
+    if best is None or best.slots == 2:
+        return best
+    for ring in (Ring.TWO_GROUPS, Ring.ONE_GROUP):
+        roomier = _best_with(units, compute, stores, ring, effort, main_holds=main_holds, at_most=best)
+        if roomier is not None:
+            return replace(roomier, is_optimal=best.is_optimal)
     return best
 
 
-def _typical_bytes(slots: Sequence[int]) -> int:
-    """The size up to which groups hold half of all bytes."""
-    seen_bytes, total_bytes = 0, sum(slots)
-    for slot in sorted(slots):
-        seen_bytes += slot
-        if 2 * seen_bytes >= total_bytes:
-            return slot
-    return 0
+class Ring(Enum):
+    """What the ring has to hold."""
+
+    PART = 0
+    """The largest part of an offloaded group."""
+    ONE_GROUP = 1
+    TWO_GROUPS = 2
 
 
-def second_slot_costs_much(units: Sequence[Unit]) -> bool:
-    """Whether a typical group is a tenth or more of all that can travel: then keeping it saves more than overlap does."""
-    slots = [unit.slot_bytes[0] for unit in units if unit.slot_bytes]
-    return 10 * _typical_bytes(slots) >= sum(slots)
-
-
-def room_for_two(units: Sequence[Unit]) -> int:
-    """The budget of a main device from which on two slots are worth their room: both, and what is too large to pass through a typical one.
-
-    Groups of twice the typical size or more (heads, tied embeddings) are kept rather than given two slots of their size.
-    """
-    slots = [unit.slot_bytes[0] for unit in units if unit.slot_bytes]
-    typical_bytes = _typical_bytes(slots)
-    outsized = [slot for slot in slots if slot >= 2 * typical_bytes]
-    regular = sorted(slot for slot in slots if slot < 2 * typical_bytes)
-    return sum(outsized) + sum(regular[-2:]) + sum(unit.staying_bytes for unit in units)
+def _best_with(
+    units: Sequence[Unit],
+    compute: Sequence[Tier],
+    stores: Sequence[Tier],
+    ring: Ring,
+    effort: Effort,
+    *,
+    main_holds: bool,
+    at_most: Assignment | None = None,
+) -> Assignment | None:
+    """The best assignment with such a ring, over all main devices, or that of `at_most`; None if there is none, or none as good as that."""
+    limits = [limit_bytes(tier) for tier in compute]
+    best = None
+    tried = set()
+    is_optimal = True
+    for main, limit in enumerate(limits):
+        # Equal devices do equally well, and the first of them is the one that people expect.
+        if limit in tried or (at_most is not None and compute[main].key != at_most.main):
+            continue
+        tried.add(limit)
+        goal = best or at_most
+        positions, is_proven = _partly_resident(units, limits, main, ring, effort, None if goal is None else goal.moved_bytes)
+        is_optimal = is_optimal and is_proven
+        if positions is None:
+            continue
+        found = _finish(units, compute, stores, main, positions)
+        if main_holds and found.main not in found.places:
+            continue
+        if (best is None or is_better(found, best, units)) and (at_most is None or not is_better(at_most, found, units)):
+            best = found
+    return None if best is None else replace(best, is_optimal=is_optimal)
 
 
 def is_better(first: Assignment, second: Assignment, units: Sequence[Unit]) -> bool:
-    """Whether the first moves fewer bytes per step than the second, or as many and fewer of them from disk."""
+    """Whether the first moves fewer bytes per step than the second, or as many and fewer of them from disk; accelerators before the CPU."""
 
-    def cost(assignment: Assignment) -> tuple[int, int, int]:
+    def cost(assignment: Assignment) -> tuple[int, bool, int, int]:
         from_disk = sum(unit.moved_bytes for unit, place in zip(units, assignment.places, strict=True) if place == "disk")
-        return len(assignment.unplaced), assignment.moved_bytes, from_disk
+        return len(assignment.unplaced), assignment.main == "cpu", assignment.moved_bytes, from_disk
 
     return cost(first) < cost(second)
+
+
+class _Mover(NamedTuple):
+    """What matters of a unit to the packing: units that agree in it are alike."""
+
+    stored_bytes: int
+    total_bytes: int
+    moved_bytes: int
+    part_bytes: int
+    slot_bytes: tuple[int, ...]
+
+    def needs(self, ring: Ring) -> tuple[int, ...]:
+        """Room that it needs in such a ring, the larger group first."""
+        return (self.part_bytes,) if ring is Ring.PART else self.slot_bytes or (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,63 +200,73 @@ class _Choice:
     special: int | None
 
 
-def _partly_resident(units: Sequence[Unit], limits: Sequence[int], main: int, slots: int) -> tuple[list[int | None] | None, bool]:
+def _partly_resident(
+    units: Sequence[Unit], limits: Sequence[int], main: int, ring: Ring, effort: Effort, at_most: int | None
+) -> tuple[list[int | None] | None, bool]:
     """The device of each unit (None: offloaded) so that the fewest bytes move with this main device and ring, and whether that is proven.
 
-    None for all of it if no ring fits.
+    None for all of it if no ring fits, or if more than `at_most` bytes would move.
     """
-    # The buffers of all units are charged to the main device, as though all were offloaded; there they then cost nothing more.
+    # What stays of all units is charged to the main device, as though all were offloaded. A unit on the main device costs only the rest
+    # there, and one that lives elsewhere gives its share back (`Kind.relief`).
     main_room = limits[main] - sum(unit.staying_bytes for unit in units)
     other_limits = [limit for position, limit in enumerate(limits) if position != main]
-    movers = [index for index, unit in enumerate(units) if unit.moved_bytes]
-    kinds, rows = alike([(units[i].stored_bytes, units[i].total_bytes, units[i].moved_bytes, units[i].slot_bytes) for i in movers])
+    # What moves nothing but has something that stays is worth a place elsewhere for the room that this gives back.
+    movers = [index for index, unit in enumerate(units) if unit.moved_bytes or (other_limits and unit.staying_bytes)]
+    found, rows = alike([_mover(units[index]) for index in movers])
+    kinds = [_Mover(*kind) for kind in found]
     members = [[movers[row] for row in group] for group in rows]
     moved_in_all = sum(units[index].moved_bytes for index in movers)
 
-    best_value, best_counts, bound_value = -1, None, -1
-    for number, choice in enumerate(_choices(kinds, slots, main_room)):
+    best_value = -1 if at_most is None else moved_in_all - at_most - 1
+    best_counts, bound_value = None, best_value
+    relief = sum(unit.staying_bytes for unit in units) if other_limits else 0
+    for number, choice in enumerate(_choices(kinds, ring, main_room + relief)):
         if number == SUBPROBLEM_LIMIT:
             bound_value = moved_in_all
             break
         required = [
-            0 if not slot or slot[0] <= choice.threshold else len(group) - (index == choice.special)
-            for index, ((_, _, _, slot), group) in enumerate(zip(kinds, members, strict=True))
+            0 if kind.needs(ring)[0] <= choice.threshold else len(group) - (index == choice.special)
+            for index, (kind, group) in enumerate(zip(kinds, members, strict=True))
         ]
         problem = [
-            Kind(first, other, value, len(group), must)
-            for (first, other, value, _), group, must in zip(kinds, members, required, strict=True)
+            Kind(kind.stored_bytes, kind.total_bytes, kind.moved_bytes, len(group), must, kind.total_bytes - kind.stored_bytes)
+            for kind, group, must in zip(kinds, members, required, strict=True)
         ]
         room = [main_room - choice.ring_bytes, *other_limits]
-        if sum(kind.required * min(kind.first_weight, kind.weight) for kind in problem) > sum(room):
+        if sum(kind.required * kind.first_weight for kind in problem) > sum(room):
             continue
-        if best_value >= 0 and sum(room) < best_value and all(kind.value <= min(kind.first_weight, kind.weight) for kind in problem):
+        if best_value >= 0 and sum(room) < best_value and all(kind.value <= kind.first_weight for kind in problem):
             continue
-        packing = pack(problem, room, worth_more_than=best_value)
+        packing = pack(problem, room, worth_more_than=best_value, effort=effort)
         if packing is not None:
             best_value, best_counts = packing.value, packing.counts
             bound_value = max(bound_value, packing.bound)
+        elif effort.was_cut_off:
+            bound_value = moved_in_all
     if best_counts is None:
-        return None, False
+        return None, bound_value <= best_value
     order = [main, *(position for position in range(len(limits)) if position != main)]
     dealt = deal(best_counts, members, len(units))
     return [None if position is None else order[position] for position in dealt], best_value >= bound_value
 
 
-def _choices(
-    kinds: Sequence[tuple[int, int, int, tuple[int, ...]]],
-    slots: int,
-    main_room: int,
-) -> list[_Choice]:
+def _mover(unit: Unit) -> _Mover:
+    return _Mover(unit.stored_bytes, unit.total_bytes, unit.moved_bytes, unit.part_bytes, unit.slot_bytes)
+
+
+def _choices(kinds: Sequence[_Mover], ring: Ring, main_room: int) -> list[_Choice]:
     """All rings that could be needed, the smallest first; of those with the same kinds offloaded only the smallest."""
-    levels = sorted({0, *(size for *_, slot in kinds for size in slot)})
+    needs = [kind.needs(ring) for kind in kinds]
+    levels = sorted({0, *(size for sizes in needs for size in sizes)})
     choices: dict[tuple[int, int | None], _Choice] = {}
     for threshold in levels:
-        choices[threshold, None] = _Choice(slots * threshold, threshold, None)
-        if slots == 1:
+        choices[threshold, None] = _Choice((2 if ring is Ring.TWO_GROUPS else 1) * threshold, threshold, None)
+        if ring is not Ring.TWO_GROUPS:
             continue
-        for index, (*_, slot) in enumerate(kinds):
-            if slot and slot[0] > threshold and all(size <= threshold for size in slot[1:]):
-                choices[threshold, index] = _Choice(slot[0] + threshold, threshold, index)
+        for index, sizes in enumerate(needs):
+            if sizes[0] > threshold and all(size <= threshold for size in sizes[1:]):
+                choices[threshold, index] = _Choice(sizes[0] + threshold, threshold, index)
     return sorted((choice for choice in choices.values() if choice.ring_bytes <= main_room), key=lambda choice: choice.ring_bytes)
 
 
@@ -233,40 +275,40 @@ def _finish(
     compute: Sequence[Tier],
     stores: Sequence[Tier],
     main: int,
-    slots: int,
     positions: list[int | None],
-    *,
-    is_optimal: bool,
 ) -> Assignment:
-    """What moves nothing goes where room is left, the rest to the stores; contiguous if that costs nothing."""
+    """What is left on the main device goes to the ring, then what moves nothing goes where room is left, and the rest to the stores."""
     offloaded = [unit for unit, position in zip(units, positions, strict=True) if position is None and unit.moved_bytes]
-    reserve = ring_bytes(offloaded, slots)
     room = [limit_bytes(tier) for tier in compute]
-    room[main] -= reserve + sum(unit.staying_bytes for unit in units)
-
-    def weight(unit: Unit, position: int) -> int:
-        return unit.stored_bytes if position == main else unit.total_bytes
-
     for unit, position in zip(units, positions, strict=True):
-        if position is not None:
-            room[position] -= weight(unit, position)
+        room[main if position is None else position] -= unit.staying_bytes if position is None else unit.total_bytes
+    reserve = max(least_ring_bytes(offloaded), min(room[main], ring_bytes(offloaded, 2)))
+    room[main] -= reserve
     for index, unit in enumerate(units):
         if positions[index] is None and not unit.moved_bytes:
-            found = next((position for position in [main, *range(len(room))] if weight(unit, position) <= room[position]), None)
+            needed = {position: unit.stored_bytes if position == main else unit.total_bytes for position in [main, *range(len(room))]}
+            found = next((position for position, nbytes in needed.items() if nbytes <= room[position]), None)
             if found is not None:
                 positions[index] = found
-                room[found] -= weight(unit, found)
+                room[found] -= needed[found]
+                room[main] += 0 if found == main else unit.staying_bytes
     places: list[DeviceKey | None] = [None if position is None else compute[position].key for position in positions]
     unplaced = store_offloaded(units, places, stores)
     return Assignment(
         tuple("disk" if place is None else place for place in places),
         compute[main].key,
-        min(slots, sum(len(unit.slot_bytes) for unit in offloaded)),
+        whole_groups(offloaded, reserve),
         reserve,
         sum(unit.moved_bytes for unit in offloaded),
-        is_optimal,
-        unplaced,
+        is_optimal=False,
+        unplaced=unplaced,
     )
+
+
+def whole_groups(offloaded: Sequence[Unit], reserve_bytes: int) -> int:
+    """How many of the largest groups the reserve holds, up to two."""
+    groups = sum(len(unit.slot_bytes) for unit in offloaded)
+    return max((number for number in (1, 2) if number <= groups and ring_bytes(offloaded, number) <= reserve_bytes), default=0)
 
 
 def store_offloaded(units: Sequence[Unit], places: list[DeviceKey | None], stores: Sequence[Tier]) -> tuple[int, ...]:

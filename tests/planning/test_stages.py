@@ -9,7 +9,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from bigmodel.planning.cost import Run, Stage
-from bigmodel.planning.items import find_items, join_tied
+from bigmodel.planning.items import Travel, find_items, join_tied
 from bigmodel.planning.sizes import tensor_bytes_rule
 from bigmodel.planning.solver import assign
 from bigmodel.planning.stages import run_of, stages_of
@@ -17,7 +17,7 @@ from bigmodel.planning.stages import run_of, stages_of
 
 def stages(model: nn.Module, budgets: dict[int | str, int], dtype: torch.dtype | None = None, state: dict[str, int] | None = None):
     inventory = find_items(model, tensor_bytes_rule(dtype))
-    units = join_tied(inventory, offload_buffers=False, state_bytes=state)
+    units = join_tied(inventory, Travel(offload_buffers=False), state)
     assignment = assign(units, budgets)
     run = run_of(model, dtype, 1)
     found = stages_of(model, inventory, units, assignment, run, offload_buffers=False)
