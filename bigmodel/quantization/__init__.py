@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .config import BnbQuantizationConfig, Scheme, scheme_of
+from .config import BnbQuantizationConfig, Scheme, scheme_of, transformers_config
 from .description import Description, described
 from .formats import FORMAT_NAMES, FourBit, Int8, PackedFormat, weight_format
 from .packer import WeightPacker
@@ -32,5 +32,6 @@ __all__ = [
     "scheme_of",
     "select",
     "stored_weights",
+    "transformers_config",
     "weight_format",
 ]

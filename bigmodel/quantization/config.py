@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -12,7 +14,7 @@ from ..errors import QuantizationError
 from ..planning import CustomDtype
 from .formats import FourBit, Int8, PackedFormat
 
-__all__ = ["BnbQuantizationConfig", "Scheme", "scheme_of"]
+__all__ = ["BnbQuantizationConfig", "Scheme", "scheme_of", "transformers_config"]
 
 _DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DEFAULT_THRESHOLD: Final = 6.0
@@ -91,13 +93,14 @@ class Scheme:
 
 
 def scheme_of(config: object) -> Scheme:
-    """The scheme of a `BnbQuantizationConfig`, or of any object with the attributes of transformers' `BitsAndBytesConfig`.
+    """The scheme of a `BnbQuantizationConfig`, of an object with the attributes of transformers' `BitsAndBytesConfig`, or of such a config
+    as a mapping, as `config.json` has it.
 
-    Raises `QuantizationError` for an object that is neither, and for what only training on top of unpacked 8-bit weights needs.
+    Raises `QuantizationError` for what is none of these, and for what only training on top of unpacked 8-bit weights needs.
     """
     if isinstance(config, Scheme):
         return config
-    given: Any = config
+    given: Any = SimpleNamespace(**{**_DEFAULTS, **config}) if isinstance(config, Mapping) and "load_in_4bit" in config else config
     if not hasattr(given, "load_in_4bit") or not hasattr(given, "load_in_8bit"):
         raise QuantizationError(
             f"{type(config).__name__} is no config of bitsandbytes: give a BnbQuantizationConfig, or transformers' BitsAndBytesConfig."
@@ -105,22 +108,60 @@ def scheme_of(config: object) -> Scheme:
     if getattr(given, "llm_int8_has_fp16_weight", False):
         raise QuantizationError("llm_int8_has_fp16_weight=True keeps the weights unpacked: load the model without quantization instead.")
     ours = isinstance(config, BnbQuantizationConfig)
-    skipped = given.skip_modules if ours else getattr(given, "llm_int8_skip_modules", None)
+    skipped = given.skip_modules if ours else given.llm_int8_skip_modules
     in_fp32 = tuple(getattr(given, "keep_in_fp32_modules", None) or ())
     checked = BnbQuantizationConfig(
         load_in_8bit=given.load_in_8bit,
         load_in_4bit=given.load_in_4bit,
         bnb_4bit_quant_type=given.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=given.bnb_4bit_use_double_quant,
-        bnb_4bit_compute_dtype=given.bnb_4bit_compute_dtype,
-        skip_modules=skipped,
+        bnb_4bit_compute_dtype=_torch_dtype(given.bnb_4bit_compute_dtype),
+        skip_modules=None if skipped is None else list(skipped),
     )
     left = None if skipped is None else tuple(skipped)
     found: PackedFormat
     if checked.load_in_8bit:
         found = Int8(skip_modules=left, kept=in_fp32)
     else:
-        storage = getattr(given, "bnb_4bit_quant_storage", torch.uint8)
+        storage = torch.uint8 if ours else _dtype("bnb_4bit_quant_storage", _torch_dtype(given.bnb_4bit_quant_storage))
         found = FourBit(checked.bnb_4bit_quant_type, checked.bnb_4bit_use_double_quant, storage=storage, skip_modules=left, kept=in_fp32)
     assert isinstance(checked.bnb_4bit_compute_dtype, torch.dtype)
     return Scheme(found, checked.bnb_4bit_compute_dtype, float(given.llm_int8_threshold), given.torch_dtype if ours else None, in_fp32)
+
+
+_DEFAULTS: Final[Mapping[str, Any]] = {
+    "load_in_8bit": False,
+    "load_in_4bit": False,
+    "llm_int8_threshold": DEFAULT_THRESHOLD,
+    "llm_int8_skip_modules": None,
+    "bnb_4bit_quant_type": "fp4",
+    "bnb_4bit_use_double_quant": False,
+    "bnb_4bit_compute_dtype": torch.float32,
+    "bnb_4bit_quant_storage": torch.uint8,
+}
+
+
+def _torch_dtype(value: object) -> Any:
+    """The dtype of a name such as `"bfloat16"`; other values as they are."""
+    found = getattr(torch, value, None) if isinstance(value, str) else None
+    return found if isinstance(found, torch.dtype) else value
+
+
+def transformers_config(scheme: Scheme, left: Collection[str]) -> dict[str, Any]:
+    """The scheme as `quantization_config` of a `config.json`, so that transformers loads what was saved; `left`: layers that are not packed."""
+    packing = scheme.format
+    four = packing if isinstance(packing, FourBit) else None
+    compute = scheme.compute_dtype or torch.float32
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": four is not None,
+        "load_in_8bit": four is None,
+        "llm_int8_threshold": scheme.threshold,
+        "llm_int8_skip_modules": sorted(left) or None,
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False,
+        "bnb_4bit_quant_type": four.quant_type if four else "fp4",
+        "bnb_4bit_use_double_quant": four.double_quant if four else False,
+        "bnb_4bit_compute_dtype": str(compute).removeprefix("torch."),
+        "bnb_4bit_quant_storage": str(four.storage if four else torch.uint8).removeprefix("torch."),
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import BitsAndBytesConfig
 
 from bigmodel.errors import QuantizationError
 from bigmodel.planning import CustomDtype
-from bigmodel.quantization import BnbQuantizationConfig, FourBit, Int8, scheme_of
+from bigmodel.quantization import BnbQuantizationConfig, FourBit, Int8, scheme_of, transformers_config
 
 
 @pytest.mark.parametrize(
@@ -91,8 +92,24 @@ def test_a_config_of_transformers_is_taken_by_its_attributes():
     assert eight.threshold == 5.0
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=5.0),
+        BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16),
+    ],
+)
+def test_a_scheme_goes_through_config_json_and_transformers(config):
+    scheme = scheme_of(config)
+    written = transformers_config(scheme, ["lm_head"])
+    read = scheme_of(BitsAndBytesConfig.from_dict({key: value for key, value in written.items() if key != "quant_method"}))
+    assert read.format == dataclasses.replace(scheme.format, skip_modules=("lm_head",))
+    assert scheme_of(written) == read
+    assert (read.compute_dtype, read.threshold) == (scheme.compute_dtype, scheme.threshold)
+
+
 def test_what_is_no_config_or_keeps_weights_unpacked_is_refused():
     with pytest.raises(QuantizationError, match="dict is no config of bitsandbytes"):
-        scheme_of({"load_in_4bit": True})
+        scheme_of({"quant_method": "gptq", "bits": 4})
     with pytest.raises(QuantizationError, match="llm_int8_has_fp16_weight=True keeps the weights unpacked"):
         scheme_of(BitsAndBytesConfig(load_in_8bit=True, llm_int8_has_fp16_weight=True))
