@@ -29,9 +29,12 @@ from .machine import Machine
 from .measuring import measure_machine
 from .planning import Plan, infer_auto_device_map
 from .plans import plan
+from .quantization import BnbQuantizationConfig
+from .quantize import load_and_quantize_model
 
 __all__ = [
     "BigModelError",
+    "BnbQuantizationConfig",
     "Checkpoint",
     "CheckpointError",
     "CheckpointNotFoundError",
@@ -53,6 +56,7 @@ __all__ = [
     "init_empty_weights",
     "init_on_device",
     "load_and_dispatch",
+    "load_and_quantize_model",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "measure_machine",

@@ -25,6 +25,7 @@ from .dispatch import (
     dispatch,
     dispatched,
     show_device_map,
+    values_of,
 )
 from .errors import PlanError
 from .loading import (
@@ -319,13 +320,8 @@ def save_model(
         convert_file_size_to_int(max_shard_size),
         safe_serialization,
         metadata,
-        fetch=lambda name: _value(state[name]),
+        fetch=lambda name: values_of(state[name]),
     )
-
-
-def _value(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor of the state dict, fetched if they rest elsewhere."""
-    return tensor.origin.fetch(torch.device("cpu")) if isinstance(tensor, LazyTensor) else tensor.detach()
 
 
 def _dispatch_or_move(

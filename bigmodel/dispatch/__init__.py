@@ -21,7 +21,7 @@ from .offload_hooks import (
 )
 from .origin import Origin
 from .placeholder import Placeholder
-from .state import Placement, PlacementRow, align_module_device, get_parameter, placement, update_parameter
+from .state import Placement, PlacementRow, align_module_device, get_parameter, placement, update_parameter, values_of
 from .stores import MappingStore, MemoryStore, ResidentStore, as_store
 
 __all__ = [
@@ -64,4 +64,5 @@ __all__ = [
     "show_device_map",
     "undispatch",
     "update_parameter",
+    "values_of",
 ]

@@ -22,7 +22,7 @@ from .hooks import hooks_of
 from .lazy import LazyTensor
 from .offload import swap_in_values
 
-__all__ = ["Placement", "PlacementRow", "align_module_device", "get_parameter", "placement", "update_parameter"]
+__all__ = ["Placement", "PlacementRow", "align_module_device", "get_parameter", "placement", "update_parameter", "values_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,11 @@ def get_parameter(model: nn.Module, name: str) -> torch.Tensor:
 
     Raises `DispatchError` for an unknown name.
     """
-    tensor = _find(model, name)
+    return values_of(_find(model, name))
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor of the model or of its state dict: itself, detached, or a copy on CPU if it is offloaded."""
     return tensor.origin.fetch(torch.device("cpu")) if isinstance(tensor, LazyTensor) else tensor.detach()
 
 

@@ -148,7 +148,7 @@ def _torch_dtype(value: object) -> Any:
 
 
 def transformers_config(scheme: Scheme, left: Collection[str]) -> dict[str, Any]:
-    """The scheme as `quantization_config` of a `config.json`, so that transformers loads what was saved; `left`: layers that are not packed."""
+    """The scheme as a `config.json` has it (`quantization_config`), for transformers to load what was saved. `left`: unpacked layers."""
     packing = scheme.format
     four = packing if isinstance(packing, FourBit) else None
     compute = scheme.compute_dtype or torch.float32

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .bnb import *  # noqa: F403
+from .bnb import __all__ as _bnb
 from .constants import *  # noqa: F403
 from .constants import __all__ as _constants
 from .memory import *  # noqa: F403
@@ -13,4 +15,4 @@ from .offload import __all__ as _offload
 from .operations import *  # noqa: F403
 from .operations import __all__ as _operations
 
-__all__ = [*_constants, *_memory, *_modeling, *_offload, *_operations]  # noqa: PLE0604, RUF100
+__all__ = [*_bnb, *_constants, *_memory, *_modeling, *_offload, *_operations]  # noqa: PLE0604, RUF100

@@ -382,7 +382,7 @@ def test_leftovers_are_a_warning_or_an_error(tmp_path, checkpoint_folder, caplog
     ("change", "match"),
     [
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
-        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
     ],
 )

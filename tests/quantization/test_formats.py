@@ -131,7 +131,7 @@ def test_sizes_of_seventy_thousand_layers_take_tenths_of_a_second():
 
 def test_sizes_do_not_import_bitsandbytes():
     code = (
-        "import sys; from torch import nn; from bigmodel.quantization import weight_format;"
+        "import sys; from torch import nn; import bigmodel.utils; from bigmodel.quantization import weight_format;"
         "weight_format('nf4-dq').packed_sizes(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)));"
         "assert 'bitsandbytes' not in sys.modules"
     )

@@ -6,9 +6,11 @@ import logging
 import os
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...api import load_and_dispatch
 from ...device_map import device_for, unknown_entries
@@ -17,6 +19,7 @@ from ...errors import CheckpointError, MatchError, PlanError
 from ...loading import Checkpoint, match
 from ...modules import tensor_aliases
 from ...placing import DeviceMap, find_placing
+from ...quantization import packed_layers, scheme_of, transformers_config
 from .empty import build_empty, load_config, misfit, resolve_dtype
 from .finish import finish
 from .hub import resolve
@@ -46,6 +49,8 @@ def from_pretrained(
     revision: str | None = None,
     trust_remote_code: bool = False,
     local_files_only: bool = False,
+    quantization: Any = None,
+    packed_cache: bool | str | os.PathLike[str] | None = None,
     progress: bool | None = None,
     torch_dtype: torch.dtype | str | None = None,
 ) -> Any:
@@ -73,6 +78,9 @@ def from_pretrained(
         revision: branch, tag or commit on the hub.
         trust_remote_code: whether code that comes with the model may run.
         local_files_only: whether to use nothing but what is in the hub's cache.
+        quantization: a `BnbQuantizationConfig` or transformers' `BitsAndBytesConfig`: linear layers are packed to 4 or 8 bits as they are
+            read. A checkpoint that is packed already (by bitsandbytes) says so itself.
+        packed_cache: a folder for packed weights (True: beside the checkpoint), from which the next load with the same config reads them.
         progress: shows a progress bar; by default on a terminal.
         torch_dtype: another name of `dtype`, which older scripts use.
 
@@ -81,15 +89,19 @@ def from_pretrained(
 
     Raises:
         MissingPackageError: transformers is not installed. CheckpointNotFoundError: no such folder, model or weights. CheckpointError: a
-        damaged file, a class that is unknown or does not fit, a quantized checkpoint (not supported yet). MatchError: weights are missing,
-        do not have the model's shape, or need scales; the message names them. PlanError: the device map or the budgets cannot work.
+        damaged file, a class that is unknown or does not fit, a checkpoint that another library than bitsandbytes quantized. MatchError:
+        weights are missing, do not have the model's shape, or need scales; the message names them. PlanError: the device map or the budgets
+        cannot work. QuantizationError: a config that is none, or not that of a checkpoint that is packed.
     """
     transformers_module()
     dtype = _one_dtype(dtype, torch_dtype)
     folder = resolve(path_or_id, revision=revision, local_files_only=local_files_only, trust_remote_code=trust_remote_code)
     overrides = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     config = load_config(folder, trust_remote_code=trust_remote_code, **overrides)
-    _refuse_quantized(path_or_id, config)
+    quantization = quantization or _own_quantization(path_or_id, config)
+    scheme = None if quantization is None else scheme_of(quantization)
+    if scheme is not None:
+        dtype, scheme = dtype or scheme.dtype, replace(scheme, dtype=None)  # the model is built in it
     checkpoint = Checkpoint.open(folder)
 
     found_dtype = resolve_dtype(dtype, config, lambda: checkpoint)
@@ -112,6 +124,8 @@ def from_pretrained(
             ignore_missing=[f"^{re.escape(name)}$" for name in initialized],
             strict=strict,
             offload_buffers=offload_buffers,
+            quantization=scheme,
+            packed_cache=None if packed_cache is None else packed_cache if isinstance(packed_cache, bool) else os.fspath(packed_cache),
             skip_keys=sorted(model._skip_keys_device_placement or ()) or None,
             progress=progress,
         )
@@ -120,6 +134,11 @@ def from_pretrained(
             raise MatchError(explanation + str(error)) from error
         raise
     finish(model, path_or_id, folder, rules)
+    if packed := packed_layers(model) if scheme is not None else {}:
+        assert scheme is not None
+        layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in packed]
+        used = replace(scheme, format=next(iter(packed.values())).packing)
+        model.config.quantization_config = transformers_config(used, layers)  # for what is saved
     return model
 
 
@@ -132,19 +151,22 @@ def _one_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str |
     return dtype
 
 
-def _refuse_quantized(path_or_id: str | os.PathLike[str], config: Any) -> None:
-    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
-    for part in parts:
+def _own_quantization(path_or_id: str | os.PathLike[str], config: Any) -> Any:
+    """What the configuration says of a checkpoint that bitsandbytes packed; None where it is not packed. Raises for other libraries'."""
+    for part in [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]:
         for attribute in ("quantization_config", "compression_config"):
             quantization = getattr(part, attribute, None)
             if not quantization:
                 continue
             described = quantization if isinstance(quantization, dict) else vars(quantization)
             method = described.get("quant_method", "unknown method")
+            if part is config and getattr(method, "value", method) == "bitsandbytes":
+                return quantization
             raise CheckpointError(
-                f"{os.fspath(path_or_id)} is quantized (its {attribute} says {method}). bigmodel does not read quantized checkpoints of "
-                "transformers yet: load the model's unquantized checkpoint."
+                f"{os.fspath(path_or_id)} is quantized (its {attribute} says {method}). Of quantized checkpoints of transformers, bigmodel "
+                "reads those of bitsandbytes: load the model's unquantized checkpoint."
             )
+    return None
 
 
 def _settle(model: Any, checkpoint: Checkpoint, rules: TransformersKeys, *, allow_new_weights: bool) -> list[str]:

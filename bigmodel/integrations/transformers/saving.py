@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...dispatch import LazyTensor, get_parameter
+from ...dispatch import LazyTensor, values_of
 from ...loading import save_model
 from ...planning import convert_file_size_to_int
 from .package import transformers_module
@@ -59,8 +59,12 @@ def _save(model: Any, folder: Path, max_shard_size: int | str = _DEFAULT_SHARD_S
     state = _stand_ins(model)
     for name in model._keys_to_ignore_on_save or ():
         state.pop(name, None)
-    state = transformers_module("modeling_utils").remove_tied_weights_from_state_dict(state, model)
-    saved = Unconverted(model, state, lambda name: get_parameter(model, name), convert=save_original_format)
+    # Packed layers save more than they have registered under these names; transformers would look for it in the modules.
+    registered = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
+    others = {name: state.pop(name) for name in list(state) if name not in registered}
+    state = transformers_module("modeling_utils").remove_tied_weights_from_state_dict(state, model) | others
+    tensors = model.state_dict()
+    saved = Unconverted(model, state, lambda name: values_of(tensors[name]), convert=save_original_format)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as beside:
         # The configuration, the generation configuration and code that came with the model; no weights.

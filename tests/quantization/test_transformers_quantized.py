@@ -1,0 +1,106 @@
+"""`from_pretrained(quantization=…)`: bit for bit what transformers and bitsandbytes make, both ways through files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers.utils import is_accelerate_available
+
+import bigmodel
+from bigmodel import placement
+from bigmodel.quantization import BnbQuantizationConfig, packed_layers
+
+CONFIGS = {
+    "nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32),
+    "fp4 twice": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16),
+    "int8": BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=3.0),
+}
+with_transformers = pytest.mark.skipif(
+    not is_accelerate_available(), reason="transformers loads nothing with bitsandbytes where accelerate is not installed"
+)
+TOKENS = torch.arange(2, 22).view(2, 10)
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request):
+    return CONFIGS[request.param]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=128, **shape)).to(torch.bfloat16).save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def plain(model: torch.nn.Module) -> torch.nn.Module:
+    """The same model of transformers, whose 4-bit layers compute with the scales that were packed on any CPU."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model.eval()
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@with_transformers
+def test_logits_equal_those_of_transformers_with_bitsandbytes(folder, config):
+    theirs = plain(AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map={"": "cpu"}))
+    ours = bigmodel.from_pretrained(folder, quantization=config, device_map={"": "cpu"})
+    assert torch.equal(logits(ours), logits(theirs))
+    assert type(ours.lm_head) is torch.nn.Linear
+
+
+def test_generation_with_blocks_on_disk_equals_the_resident_model(folder, config):
+    resident = bigmodel.from_pretrained(folder, quantization=config, device_map={"": "cpu"})
+    device_map = {"": "cpu", "model.layers.1": "disk", "model.layers.3": "disk"}
+    away = bigmodel.from_pretrained(folder, quantization=config, device_map=device_map)
+    arguments = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(resident.generate(TOKENS, **arguments), away.generate(TOKENS, **arguments))
+    assert torch.equal(logits(resident), logits(away))
+    assert {row.name for row in placement(away).rows if row.rests == "disk"} == {"model.layers.1", "model.layers.3"}
+
+
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, {"": "cpu", "model.layers.1": "disk"}])
+def test_saved_models_load_again(folder, tmp_path, config, device_map):
+    ours = bigmodel.from_pretrained(folder, quantization=config, device_map=device_map)
+    ours.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    state = ours.state_dict()
+    assert sorted(saved) == sorted(state)
+    assert all(torch.equal(saved[name], value) for name, value in state.items())
+    again = bigmodel.from_pretrained(tmp_path / "saved", device_map={"": "cpu", "model.layers.2": "disk"})
+    assert torch.equal(logits(again), logits(ours))
+    assert sorted(packed_layers(again)) == sorted(packed_layers(ours))
+
+
+@with_transformers
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, {"": "cpu", "model.layers.1": "disk"}])
+def test_saved_models_load_with_transformers(folder, tmp_path, config, device_map):
+    ours = bigmodel.from_pretrained(folder, quantization=config, device_map=device_map)
+    ours.save_pretrained(tmp_path / "saved")
+    theirs = plain(AutoModelForCausalLM.from_pretrained(tmp_path / "saved", device_map={"": "cpu"}))
+    assert torch.equal(logits(theirs), logits(ours))
+
+
+@with_transformers
+def test_models_that_transformers_saved_load_without_packing_again(folder, tmp_path, config):
+    theirs = plain(AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map={"": "cpu"}))
+    expected = logits(theirs)
+    theirs.save_pretrained(tmp_path / "theirs")
+    for device_map in ({"": "cpu"}, {"": "cpu", "model.layers.0": "disk"}, "auto"):
+        ours = bigmodel.from_pretrained(tmp_path / "theirs", device_map=device_map)
+        assert torch.equal(logits(ours), expected)
+
+
+def test_the_dtype_of_what_is_not_packed_is_the_asked_one(folder):
+    config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="fp32")
+    assert bigmodel.from_pretrained(folder, quantization=config).lm_head.weight.dtype == torch.float32
+    assert bigmodel.from_pretrained(folder, quantization=config, dtype="bfloat16").lm_head.weight.dtype == torch.bfloat16
+    assert bigmodel.from_pretrained(folder, quantization=CONFIGS["nf4"]).lm_head.weight.dtype == torch.bfloat16
