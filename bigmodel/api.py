@@ -33,6 +33,7 @@ from .loading import (
     DtypeOf,
     KeyRules,
     OffloadedWeightsLoader,
+    Reading,
     dtype_rule,
     fill_folder,
     init_empty_weights,
@@ -85,6 +86,8 @@ def load_and_dispatch(
     force_hooks: bool = False,
     quantization: Any = None,
     packed_cache: bool | str | Path | None = None,
+    mmap: bool = False,
+    reading: Reading = "auto",
     progress: bool | None = None,
 ) -> nn.Module:
     """Fills `model` (usually on meta) from `checkpoint` and makes it run wherever its weights rest. The whole job, in four steps.
@@ -107,6 +110,9 @@ def load_and_dispatch(
         quantization: a `BnbQuantizationConfig` (or transformers' `BitsAndBytesConfig`): linear layers are packed to 4 or 8 bits as their
             weights arrive. A checkpoint that holds packed weights is loaded as it is, with a config or without.
         packed_cache: a folder for packed weights (True: beside the checkpoint), from which the next load with the same config reads them.
+        mmap: whether weights on CPU that need no conversion share the pages of the checkpoint's files, with the file cache and with other
+            processes, instead of being private. Who then writes to a file changes the model, and who truncates it ends the process.
+        reading: how files are read: through the page cache (`"buffered"`), past it (`"direct"`), or as is found to be faster (`"auto"`).
         progress: shows a bar; by default on a terminal.
 
     Raises:
@@ -141,6 +147,8 @@ def load_and_dispatch(
             offload_buffers=place is not None and place.offload_buffers,
             packer=quantized.packer,
             packed_file=quantized.packed_file,
+            mmap=mmap,
+            reading=reading,
             progress=progress,
         )
         quantized.install(model, report)
@@ -176,17 +184,19 @@ def load_checkpoint_and_dispatch(
     *,
     quantization: Any = None,
     packed_cache: bool | str | Path | None = None,
+    mmap: bool = False,
 ) -> nn.Module:
     """Loads a checkpoint (file, folder or index) into `model` and attaches what makes it run under `device_map`.
 
     `device_map`, `max_memory`, `no_split_module_classes`, `offload_buffers`, `dtype`, `skip_keys`, `preload_module_classes`,
-    `force_hooks`, `strict`, `quantization` and `packed_cache` are as in `load_and_dispatch`. `offload_folder` and `offload_state_dict` are
-    accepted for old scripts and need not be given: offloaded weights are read from the checkpoint itself, so nothing is written, and
-    nothing is spooled. `full_state_dict` and `broadcast_from_rank0` apply where `device_map` is None, see `load_checkpoint_in_model`.
+    `force_hooks`, `strict`, `quantization`, `packed_cache` and `mmap` are as in `load_and_dispatch`. `offload_folder` and
+    `offload_state_dict` are accepted for old scripts and need not be given: offloaded weights are read from the checkpoint itself, so
+    nothing is written, and nothing is spooled. `full_state_dict` and `broadcast_from_rank0` apply where `device_map` is None, see
+    `load_checkpoint_in_model`.
 
     Returns the same model. Raises ValueError for an unknown strategy, and the errors of `load_and_dispatch`.
     """
-    if device_map is None and quantization is None:
+    if device_map is None and quantization is None and not mmap:
         load_checkpoint_in_model(
             model, checkpoint, dtype=dtype, strict=strict, full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0
         )
@@ -205,6 +215,7 @@ def load_checkpoint_and_dispatch(
         force_hooks=force_hooks,
         quantization=quantization,
         packed_cache=packed_cache,
+        mmap=mmap,
     )
     if isinstance(device_map, Mapping):
         show_device_map(model, device_map)  # as the caller wrote it

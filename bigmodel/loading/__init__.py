@@ -28,6 +28,7 @@ from .set_tensor import set_module_tensor_to_device
 from .state_dict import load_state_dict, read_tensors
 from .store import CheckpointStore
 from .transfer import Computation, Piece, Transfer
+from .ways import Reading
 
 __all__ = [
     "Checkpoint",
@@ -46,6 +47,7 @@ __all__ = [
     "Piece",
     "PrefixedDataset",
     "Reader",
+    "Reading",
     "Renamed",
     "SameNames",
     "Slice",

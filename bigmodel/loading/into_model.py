@@ -34,6 +34,7 @@ from .offload_folder import load_offloaded_weight
 from .reader import Reader
 from .report import LoadReport
 from .set_tensor import set_module_tensor_to_device
+from .ways import Reading
 
 __all__ = ["load", "load_checkpoint_in_model", "load_offloaded_weights"]
 
@@ -53,6 +54,8 @@ def load(
     offload_buffers: bool = False,
     packer: Packer | None = None,
     packed_file: Path | None = None,
+    mmap: bool = False,
+    reading: Reading = "auto",
     progress: bool | None = None,
     progress_callback: ProgressCallback | None = None,
 ) -> LoadReport:
@@ -72,6 +75,8 @@ def load(
         offload_buffers=offload_buffers,
         packer=packer,
         packed_file=packed_file,
+        mmap=mmap,
+        reading=reading,
         progress=progress,
         progress_callback=progress_callback,
     )

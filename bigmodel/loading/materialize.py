@@ -18,6 +18,7 @@ from ..modules import get_non_persistent_buffers
 from ..progress import Progress, ProgressCallback
 from ..protocols import Packer, TensorSpec
 from .host_memory import empty_tensor
+from .mapped import mapped_tensors
 from .match import Match
 from .packed import PackedWeights, bring_packed, kept_packed
 from .reader import Reader
@@ -25,6 +26,7 @@ from .replace import Replacement
 from .report import KeptWeight, LoadReport
 from .store import CheckpointStore
 from .transfer import Transfer
+from .ways import Reading
 
 __all__ = ["check_covering", "materialize", "placements"]
 
@@ -65,6 +67,8 @@ def materialize(
     offload_buffers: bool = False,
     packer: Packer | None = None,
     packed_file: Path | None = None,
+    mmap: bool = False,
+    reading: Reading = "auto",
     progress: bool | None = None,
     progress_callback: ProgressCallback | None = None,
 ) -> LoadReport:
@@ -77,6 +81,9 @@ def materialize(
     `packed_file`, if an earlier load has kept it there, and else kept there; without one, only what rests on disk is written, to a private
     file.
 
+    With `mmap`, tensors on CPU whose bytes lie in a file as they are wanted share its pages (see `mapped_tensors`); otherwise they are
+    private, and a file that changes later changes nothing. `reading` is how files are read, see `Reading`.
+
     On any error, Ctrl-C included, the model is what it was. Raises `PlanError`, and `CheckpointError` when a file has changed since it was
     opened.
     """
@@ -87,7 +94,7 @@ def materialize(
         raise PlanError("The device map sends weights to 'meta', where nothing can rest. Use 'disk' for those that shall not be in memory.")
     targets: dict[DeviceKey, torch.device] = {key: as_device(key) for key in set(keys.values()) if key != "disk"}
     device_bytes: defaultdict[DeviceKey, int] = defaultdict(int)
-    jobs: list[tuple[Transfer, torch.Tensor]] = []
+    resident: list[Transfer] = []
     on_disk: dict[str, Transfer] = {}
     weights: dict[str, Transfer] = {}
     for name, transfer in match.transfers.items():
@@ -100,9 +107,11 @@ def materialize(
         if keys[name] == "disk":
             on_disk[name] = transfer
         else:
-            jobs.append((transfer, empty_tensor(transfer.shape, transfer.dtype, targets[keys[name]])))
-    reader = Reader(match.identities, "auto")
-    read = [transfer for transfer, _ in jobs]
+            resident.append(transfer)
+    mapped = mapped_tensors([each for each in resident if keys[each.target] == "cpu"], match.identities) if mmap else {}
+    read = [transfer for transfer in resident if transfer.target not in mapped]
+    jobs = [(transfer, empty_tensor(transfer.shape, transfer.dtype, targets[keys[transfer.target]])) for transfer in read]
+    reader = Reader(match.identities, reading)
     kept_before = None if packer is None else kept_packed(packed_file, weights, packer)
     packed = PackedWeights()
     total = sum(transfer.bytes_to_read for transfer in [*read, *(weights.values() if kept_before is None else ())])
@@ -117,12 +126,15 @@ def materialize(
         with Replacement(model) as replacement:
             for transfer, tensor in jobs:
                 replacement.put(names[transfer.target], tensor)
+            for name, tensor in mapped.items():
+                replacement.put(names[name], tensor)
             for name, transfer in on_disk.items():
                 replacement.put(names[name], torch.empty(transfer.shape, dtype=transfer.dtype, device="meta"))
     finally:
         reader.close()
     return LoadReport(
         bytes_read=bytes_read + packed.bytes_read,
+        mapped_bytes=sum(tensor.nbytes for tensor in mapped.values()),
         seconds=time.perf_counter() - started,
         device_bytes=dict(device_bytes),
         missing=match.missing + match.ignored,

@@ -30,6 +30,8 @@ class LoadReport:
 
     bytes_read: int
     """Bytes of the files that became elements of resident tensors."""
+    mapped_bytes: int
+    """Bytes of tensors that lie on the pages of their file; 0 unless that was asked for."""
     seconds: float
     device_bytes: Mapping[DeviceKey, int]
     """Bytes of the model's tensors by device; `"disk"` for those that stay in the checkpoint."""
