@@ -34,7 +34,7 @@ def planned(folder: str, budgets: dict[int | str, int]):
     from bigmodel.planning.items import find_items, join_tied
     from bigmodel.planning.sizes import tensor_bytes_rule
     from bigmodel.planning.solver import assign
-    from bigmodel.planning.stages import run_of, stages_of
+    from bigmodel.planning.stages import facts_of, run_of, stages_of
 
     model = empty_llama(bigmodel, folder, torch.bfloat16)
     made = bigmodel.plan(model, budgets)
@@ -42,8 +42,9 @@ def planned(folder: str, budgets: dict[int | str, int]):
     units = join_tied(inventory, offload_buffers=made.offload_buffers)
     assignment = assign(units, budgets, mode="auto")
     assert assignment.moved_bytes == made.moved_bytes
-    run = run_of(model, None, 1)
-    stages = stages_of(model, inventory, units, assignment, run, offload_buffers=made.offload_buffers)
+    facts = facts_of(model, inventory)
+    run = run_of(facts, None, 1)
+    stages = stages_of(facts, inventory, units, assignment, offload_buffers=made.offload_buffers)
 
     def predict(machine, tokens: int, past: int, is_cached: bool):
         return forward(stages, machine, run, Moving(made.ring_slots), tokens=tokens, past=past, is_cached=is_cached)

@@ -113,7 +113,10 @@ def _solved(request: Request, work: SharedWork) -> Plan:
     refuse_unplaced(units, assignment, budgets)
     notes += _passage_notes(units, assignment, budgets)
     found = _described(request, inventory, needs, units, assignment, offload_buffers, notes)
-    return replace(found, prediction=predicted(request, inventory, units, assignment, offload_buffers=offload_buffers))
+    if request.machine is None:
+        return found
+    facts = work.facts(request)
+    return replace(found, prediction=predicted(request, request.machine, facts, inventory, units, assignment, offload_buffers))
 
 
 def _first_compute(budgets: Mapping[DeviceKey, int]) -> DeviceKey:

@@ -20,7 +20,7 @@ from .hardware import named_machine
 from .items import Inventory, Unit
 from .request import Request
 from .solver import Assignment
-from .stages import run_of, stages_of
+from .stages import ModelFacts, run_of, stages_of
 from .table import device_text
 
 __all__ = ["MachineLike", "find_machine", "predicted"]
@@ -81,14 +81,18 @@ def _looked_up() -> Machine | None:
 
 
 def predicted(
-    request: Request, inventory: Inventory, units: Sequence[Unit], assignment: Assignment, *, offload_buffers: bool
-) -> Prediction | None:
-    """Seconds that the assignment is expected to take; None where the request names no machine."""
-    if request.machine is None:
-        return None
-    machine = _with_others(request.machine, request.budgets)
-    run = run_of(request.model, request.dtype, request.workload.batch)
-    stages = stages_of(request.model, inventory, units, assignment, run, offload_buffers=offload_buffers)
+    request: Request,
+    machine: Machine,
+    facts: ModelFacts,
+    inventory: Inventory,
+    units: Sequence[Unit],
+    assignment: Assignment,
+    offload_buffers: bool,
+) -> Prediction:
+    """Seconds that the assignment is expected to take."""
+    machine = _with_others(machine, request.budgets)
+    run = run_of(facts, request.dtype, request.workload.batch)
+    stages = stages_of(facts, inventory, units, assignment, offload_buffers=offload_buffers)
     moving = Moving(
         assignment.slots,
         overlaps=_overlaps(request.model, stages, inventory, assignment),
@@ -101,8 +105,8 @@ def _overlaps(model: nn.Module, stages: Sequence[Stage], inventory: Inventory, a
     """Whether the reserve holds two groups that pass, or two parts of them."""
     if assignment.slots >= 2:
         return True
-    modules = dict(model.named_modules())
-    passing = {stage.name: modules[stage.name] for stage in stages if stage.moved_bytes and stage.name in modules}
+    tensors = {name for item in inventory.items if item.entries != (item.name,) for name in item.entries}
+    passing = {stage.name: model.get_submodule(stage.name) for stage in stages if stage.moved_bytes and stage.name not in tensors}
 
     def nbytes(_: str, tensor: torch.Tensor) -> int:
         if id(tensor) in inventory.buffers or id(tensor) in inventory.row_tables:

@@ -10,6 +10,7 @@ from .items import Inventory, find_items
 from .needs import Needs, Workload, needs_of
 from .request import Request
 from .sizes import DtypeLike, TensorBytes, tensor_bytes_rule
+from .stages import ModelFacts, facts_of
 
 __all__ = ["SharedWork"]
 
@@ -22,6 +23,7 @@ class SharedWork:
         self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
         """Every distinct tensor with its first name, once the model has been walked over."""
         self._needs: dict[tuple[DtypeLike | None, Workload], Needs] = {}
+        self._facts: ModelFacts | None = None
 
     def inventory(self, request: Request) -> Inventory:
         """All tensors of the model in the planned dtypes. Raises `PlanError` for a model without tensors."""
@@ -50,3 +52,9 @@ class SharedWork:
         if key not in self._needs:
             self._needs[key] = needs_of(request.model, request.workload, request.dtype)
         return self._needs[key]
+
+    def facts(self, request: Request) -> ModelFacts:
+        """What the model computes, for predictions."""
+        if self._facts is None:
+            self._facts = facts_of(request.model, self.inventory(request))
+        return self._facts

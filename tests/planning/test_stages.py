@@ -12,15 +12,16 @@ from bigmodel.planning.cost import Run, Stage
 from bigmodel.planning.items import Travel, find_items, join_tied
 from bigmodel.planning.sizes import tensor_bytes_rule
 from bigmodel.planning.solver import assign
-from bigmodel.planning.stages import run_of, stages_of
+from bigmodel.planning.stages import facts_of, run_of, stages_of
 
 
 def stages(model: nn.Module, budgets: dict[int | str, int], dtype: torch.dtype | None = None, state: dict[str, int] | None = None):
     inventory = find_items(model, tensor_bytes_rule(dtype))
     units = join_tied(inventory, Travel(offload_buffers=False), state)
     assignment = assign(units, budgets)
-    run = run_of(model, dtype, 1)
-    found = stages_of(model, inventory, units, assignment, run, offload_buffers=False)
+    facts = facts_of(model, inventory)
+    run = run_of(facts, dtype, 1)
+    found = stages_of(facts, inventory, units, assignment, offload_buffers=False)
     assert sum(stage.moved_bytes for stage in found) == assignment.moved_bytes
     return {stage.name: stage for stage in found}, run
 
@@ -116,6 +117,26 @@ def test_a_config_that_says_nothing_of_experts(config: object):
 
 
 def test_the_dtype_of_the_arithmetic():
-    assert run_of(llama(), "bfloat16", 1).dtype == "bfloat16"
-    assert run_of(llama(), None, 1).dtype == "float32"
-    assert run_of(llama().to(torch.float16), "int8", 3) == Run("float16", 2, batch=3, hidden_width=32)
+    def run(model: nn.Module, dtype: torch.dtype | str | None, batch: int = 1) -> Run:
+        return run_of(facts_of(model, find_items(model, tensor_bytes_rule())), dtype, batch)
+
+    assert run(llama(), "bfloat16").dtype == "bfloat16"
+    assert run(llama(), None).dtype == "float32"
+    assert run(llama().to(torch.float16), "int8", 3) == Run("float16", 2, batch=3, hidden_width=32)
+
+
+class WithTensors(nn.Module):
+    """Tensors beside modules: positions that are added, and a matrix that nobody wrapped into a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.weight = nn.Parameter(torch.zeros(4, 8))
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+
+
+def test_tensors_of_inner_modules_are_stages_too():
+    found, _ = stages(WithTensors(), {0: 10**6})
+    assert list(found) == ["weight", "layers.0", "layers.1"]
+    assert (found["weight"].weights, found["weight"].loaded_bytes) == (0, 4 * 8 * 4)
+    assert found["layers.0"].weights == 64
