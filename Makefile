@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Releases that this project is tested with; pyproject.toml says what it needs.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint format bench docs wheel clean
+.PHONY: demo test lint format bench docs notebooks wheel clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +43,9 @@ bench: .venv-bench/.installed  ## side by side with accelerate; its own environm
 
 docs: $(VENV)/.installed  ## runs every example in README and docs
 	$(BIN)/python -m pytest tests/docs
+
+notebooks: $(VENV)/.installed  ## executes the notebooks in place
+	$(BIN)/python notebooks/execute.py notebooks/*.ipynb
 
 wheel: $(VENV)/.installed
 	rm -rf dist

@@ -143,7 +143,7 @@ class Plan:
             raise PlanError(f"This text is not a plan that this version of bigmodel wrote with Plan.to_json: {error}.") from error
 
     def plot(self, ax: Any = None) -> Any:
-        """Draws a stacked bar for each device, by kind, with a line at its budget. Returns the matplotlib axes.
+        """Draws a stacked bar for each device, by kind, in percent of its budget, which is a line at 100. Returns the matplotlib axes.
 
         `ax` are the axes to draw on; new ones without it. Raises `MissingPackageError` where matplotlib is not installed.
         """

@@ -95,7 +95,18 @@ def render(plan: Plan) -> str:
 
 def _printed(table: Table) -> list[str]:
     text = io.StringIO()
-    Console(file=text, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False, markup=False, emoji=False).print(table)
+    # Without force_jupyter=False rich shows the table in a notebook by itself, wherever it was told to write.
+    console = Console(
+        file=text,
+        width=WIDTH,
+        color_system=None,
+        force_terminal=False,
+        force_jupyter=False,
+        legacy_windows=False,
+        markup=False,
+        emoji=False,
+    )
+    console.print(table)
     return [line.rstrip() for line in text.getvalue().rstrip().splitlines()]
 
 

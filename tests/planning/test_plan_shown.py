@@ -88,6 +88,12 @@ def test_prediction_and_advice_are_said() -> None:
     assert "What would help" not in str(offloading().__class__.__str__(replace(offloading(), advice=())))
 
 
+def test_printing_in_a_notebook_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = str(with_run(offloading()))
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert str(with_run(offloading())) == expected
+
+
 @pytest.mark.parametrize("devices", [1, 4, 16])
 def test_no_line_is_longer_than_100_columns(devices: int) -> None:
     budgets = {**{index: 10**12 + index for index in range(devices)}, "cpu": 5 * 10**12, "disk": 10**13}
@@ -163,17 +169,27 @@ def test_the_picture_stacks_kinds_and_draws_budgets(axes) -> None:
     made = with_run(offloading())
     drawn = made.plot(ax=axes)
     assert drawn is axes
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["device 0", "cpu", "disk"]
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert labels == ["device 0\n16.0 KiB", "cpu\n10.0 KiB", "disk\n6.12 KiB used"]
     heights = [0.0] * 3
     for container in axes.containers:
         for position, bar in enumerate(container):
             heights[position] += bar.get_height()
-    assert heights == pytest.approx([use.used_bytes / 1024 for use in made.devices])
-    assert axes.get_ylabel() == "KiB"
-    budgets = [line.get_segments()[0][0][1] for line in axes.collections]
-    assert budgets == pytest.approx([use.budget_bytes / 1024 for use in made.devices if use.budget_bytes is not None])
+    first = made.devices[0]
+    assert heights == pytest.approx([100 * first.used_bytes / first.budget_bytes, 100, 100])
+    weights = next(container for container in axes.containers if container.get_label() == "weights")
+    assert weights[0].get_height() == pytest.approx(100 * first.bytes_by_kind["weights"] / first.budget_bytes)
+    budgets = [segment[0][1] for line in axes.collections for segment in line.get_segments()]
+    assert budgets == [100, 100]  # the disk has none
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert sorted(labels) == sorted(["weights", "buffers", "offloaded", "KV cache and logits", "activations", "reserve", "budget"])
+
+
+def test_what_cannot_be_seen_is_left_out_of_the_picture(axes) -> None:
+    made = offloading()
+    first = replace(made.devices[0], budget_bytes=10**12, buffer_bytes=8)
+    replace(made, devices=(first,)).plot(axes)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["budget"]
 
 
 def test_the_picture_makes_its_own_axes(axes) -> None:
