@@ -27,31 +27,6 @@ PAST = 32
 """Tokens behind those that are decoded."""
 
 
-def planned(folder: str, budgets: dict[int | str, int]):
-    """The model on meta, its plan, and a function that predicts a forward of it."""
-    import bigmodel
-    from bigmodel.planning.cost import Moving, forward
-    from bigmodel.planning.items import find_items, join_tied
-    from bigmodel.planning.sizes import tensor_bytes_rule
-    from bigmodel.planning.solver import assign
-    from bigmodel.planning.stages import facts_of, run_of, stages_of
-
-    model = empty_llama(bigmodel, folder, torch.bfloat16)
-    made = bigmodel.plan(model, budgets)
-    inventory = find_items(model, tensor_bytes_rule())
-    units = join_tied(inventory, offload_buffers=made.offload_buffers)
-    assignment = assign(units, budgets, mode="auto")
-    assert assignment.moved_bytes == made.moved_bytes
-    facts = facts_of(model, inventory)
-    run = run_of(facts, None, 1)
-    stages = stages_of(facts, inventory, units, assignment, offload_buffers=made.offload_buffers)
-
-    def predict(machine, tokens: int, past: int, is_cached: bool):
-        return forward(stages, machine, run, Moving(made.ring_slots), tokens=tokens, past=past, is_cached=is_cached)
-
-    return model, made, predict
-
-
 def forward_seconds(model: torch.nn.Module, device: torch.device, tokens: int, past: int) -> float:
     """One forward of `tokens` tokens after `past` others, which a cache on the device holds."""
     from transformers import DynamicCache
@@ -75,9 +50,12 @@ def compared(folder: str, budgets: dict[int | str, int], cold: bool) -> dict[str
     import bigmodel
     from bigmodel.devices import as_device
     from bigmodel.measuring import measure_machine
+    from bigmodel.planning.predicting import predict_forward
 
-    model, made, predict = planned(folder, budgets)
+    empty = empty_llama(bigmodel, folder, torch.bfloat16)
+    made = bigmodel.plan(empty, budgets)
     print(made, file=sys.stderr)
+    model = empty_llama(bigmodel, folder, torch.bfloat16)
     model = bigmodel.load_and_dispatch(model, bigmodel.Checkpoint.open(folder), device_map=made)
     questions = [(tokens, 0) for tokens in PROMPTS] + [(1, PAST)]
     states = [True, False] if cold else [True]
@@ -90,7 +68,9 @@ def compared(folder: str, budgets: dict[int | str, int], cold: bool) -> dict[str
         machine = measure_machine(Path(folder).parent)
         print(describe(machine), file=sys.stderr)
         for key in ((tokens, past, cached) for tokens, past in questions for cached in states):
-            predicted.setdefault(key, []).append(predict(machine, *key))
+            tokens, past, cached = key
+            found = predict_forward(empty, made, machine, tokens=tokens, past=past, is_cached=cached)
+            predicted.setdefault(key, []).append(found)
         if number == ROUNDS:
             break
         for tokens, past in questions:

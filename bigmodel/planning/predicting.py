@@ -4,26 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
 
 from ..constants import GROUP_ALIGNMENT_BYTES
+from ..device_map import device_for
 from ..devices import DeviceKey, accelerators, as_key, device_name
 from ..errors import MachineError, PlanError
 from ..machine import Machine
 from ..measuring import kept_machine
 from ..parts import smallest_ring
-from .cost import Moving, Prediction, Stage, predict
+from .cost import Forward, Moving, Prediction, Stage, forward, predict
 from .hardware import named_machine
-from .items import Inventory, Unit
+from .items import Inventory, Unit, find_items
 from .request import Request
+from .sizes import tensor_bytes_rule
 from .solver import Assignment
-from .stages import ModelFacts, run_of, stages_of
+from .stages import ModelFacts, facts_of, run_of, stages_of
 from .table import device_text
 
-__all__ = ["MachineLike", "find_machine", "predicted"]
+if TYPE_CHECKING:
+    from .plan import Plan
+
+__all__ = ["MachineLike", "find_machine", "predict_forward", "predicted"]
 
 MachineLike: TypeAlias = Machine | str | Sequence[str] | Mapping[object, str]
 """Rates, `"measured"`, or names of accelerators (`planning.hardware`): one for all, one after the other, or by device."""
@@ -92,19 +97,39 @@ def predicted(
     """Seconds that the assignment is expected to take."""
     machine = _with_others(machine, request.budgets)
     run = run_of(facts, request.dtype, request.workload.batch)
-    stages = stages_of(facts, inventory, units, assignment, offload_buffers=offload_buffers)
+    places = {item.name: place for unit, place in zip(units, assignment.places, strict=True) for item in unit.items}
+    state = {unit.items[0].name: unit.state_bytes for unit in units}
+    stages = stages_of(facts, inventory, places, assignment.main, offload_buffers=offload_buffers, state_bytes=state)
     moving = Moving(
         assignment.slots,
-        overlaps=_overlaps(request.model, stages, inventory, assignment),
+        overlaps=assignment.slots >= 2 or _fits_two_parts(request.model, stages, inventory, assignment.reserve_bytes),
         cached_bytes=_cached_bytes(machine, request, units, assignment),
     )
     return predict(stages, machine, run, moving, request.workload.context)
 
 
-def _overlaps(model: nn.Module, stages: Sequence[Stage], inventory: Inventory, assignment: Assignment) -> bool:
-    """Whether the reserve holds two groups that pass, or two parts of them."""
-    if assignment.slots >= 2:
-        return True
+def predict_forward(model: nn.Module, plan: Plan, machine: Machine, *, tokens: int, past: int = 0, is_cached: bool = True) -> Forward:
+    """One forward of `tokens` new tokens a sequence with `past` behind them, of `model` under its plan, and what it waits for.
+
+    The model has the dtypes that it was planned for. `is_cached`: whether the page cache holds the files of what rests on disk. Raises
+    `PlanError` for the plan of another model.
+    """
+    inventory = find_items(model, tensor_bytes_rule(), None)
+    facts = facts_of(model, inventory)
+    places: dict[str, DeviceKey] = {}
+    for item in inventory.items:
+        place = device_for(item.entries[0], plan.device_map)
+        if place is None:
+            raise PlanError(f"The plan has no place for {item.name!r}: it is of another model ({plan.model}).")
+        places[item.name] = place
+    stages = stages_of(facts, inventory, places, plan.main_device, offload_buffers=plan.offload_buffers)
+    overlaps = plan.ring_slots >= 2 or _fits_two_parts(model, stages, inventory, plan.reserve_bytes)
+    run = run_of(facts, None, plan.batch)
+    return forward(stages, machine, run, Moving(plan.ring_slots, overlaps), tokens=tokens, past=past, is_cached=is_cached)
+
+
+def _fits_two_parts(model: nn.Module, stages: Sequence[Stage], inventory: Inventory, reserve_bytes: int) -> bool:
+    """Whether the reserve holds two parts of groups that pass."""
     tensors = {name for item in inventory.items if item.entries != (item.name,) for name in item.entries}
     passing = {stage.name: model.get_submodule(stage.name) for stage in stages if stage.moved_bytes and stage.name not in tensors}
 
@@ -113,7 +138,7 @@ def _overlaps(model: nn.Module, stages: Sequence[Stage], inventory: Inventory, a
             return 0
         return -(-inventory.nbytes[id(tensor)] // GROUP_ALIGNMENT_BYTES) * GROUP_ALIGNMENT_BYTES
 
-    return smallest_ring(passing, nbytes).nbytes <= assignment.reserve_bytes
+    return smallest_ring(passing, nbytes).nbytes <= reserve_bytes
 
 
 def _with_others(machine: Machine, budgets: Mapping[DeviceKey, int]) -> Machine:

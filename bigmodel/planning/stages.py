@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..devices import DeviceKey
 from ..modules import owner_of, reads_rows_only
 from .cost import Run, Stage
-from .items import Inventory, Item, Unit
+from .items import Inventory, Item
 from .sizes import DtypeLike
-from .solver import Assignment
 
 __all__ = ["ModelFacts", "facts_of", "run_of", "stages_of"]
 
@@ -90,22 +90,31 @@ def run_of(facts: ModelFacts, dtype: DtypeLike | None, batch: int) -> Run:
 
 
 def stages_of(
-    facts: ModelFacts, inventory: Inventory, units: Sequence[Unit], assignment: Assignment, *, offload_buffers: bool
+    facts: ModelFacts,
+    inventory: Inventory,
+    places: Mapping[str, DeviceKey],
+    main: DeviceKey,
+    *,
+    offload_buffers: bool,
+    state_bytes: Mapping[str, int] | None = None,
 ) -> list[Stage]:
-    """One stage for every item, in the order of the model."""
-    stores = {"disk"} if assignment.main == "cpu" else {"cpu", "disk"}
-    places = {item.name: (place, unit) for unit, place in zip(units, assignment.places, strict=True) for item in unit.items}
+    """One stage for every item, in the order of the model: `places` says where each rests, by name, `main` where the offloaded ones run.
+
+    `state_bytes` is the KV cache of each block.
+    """
+    stores = {"disk"} if main == "cpu" else {"cpu", "disk"}
+    state = state_bytes or {}
     nbytes = inventory.nbytes
     stages = []
     for item in inventory.items:
-        place, unit = places[item.name]
+        place = places[item.name]
         away = place in stores
         found = facts.footprints[item.name]
         saved = [key for key in item.tensors if inventory.buffers.get(key, True)]
         stages.append(
             Stage(
                 item.name,
-                runs_on=assignment.main if away else place,
+                runs_on=main if away else place,
                 rests_on=place,
                 weights=found.weights,
                 weight_bytes=sum(nbytes[key] for key in found.matrices),
@@ -115,7 +124,7 @@ def stages_of(
                 row_bytes=sum(nbytes[key] // rows for key, rows in found.tables) if away else 0,
                 activation_width=found.activation_width,
                 attention_width=facts.attention_width if item.is_block else 0,
-                cache_bytes=unit.state_bytes if item.is_block else 0,
+                cache_bytes=state.get(item.name, 0) if item.is_block else 0,
                 calls=found.calls,
                 file_bytes=sum(facts.file_bytes[key] for key in saved),
                 loaded_bytes=sum(nbytes[key] for key in saved),

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from made_up_machines import CPU, GPU, MACHINE, rate
 from planning_models import Decoder
 from torch import nn
@@ -15,6 +14,7 @@ from bigmodel.errors import MachineError, PlanError
 from bigmodel.measuring import keep_machine
 from bigmodel.planning import Plan, plan
 from bigmodel.planning.needs import Needs
+from bigmodel.planning.predicting import predict_forward
 
 BLOCK = 2 * 16 * 16 * 4
 BUDGETS = {0: 8 * BLOCK, "cpu": 10**6}
@@ -88,15 +88,23 @@ def test_advice_tells_times_also_for_cards_that_are_not_there():
     assert one_more.token_seconds < made.prediction.decode_seconds
 
 
-def test_copies_and_arithmetic_overlap_where_blocks_travel_in_parts():
-    budgets = {0: int(1.5 * BLOCK), "cpu": 10**6}
-    made = plan(Decoder(blocks=30, vocabulary=1), budgets, machine=MACHINE)
-    assert made.prediction.decode_seconds == pytest.approx(made.moved_bytes / 10, rel=0.05)
-    with torch.device("meta"):
-        matrices = nn.Sequential(nn.ModuleList([nn.Linear(16, BLOCK // 64, bias=False) for _ in range(30)]))
-    uncut = plan(matrices, budgets, machine=MACHINE)
-    # They take turns: staging, the link, and reading from the device's memory.
-    assert uncut.prediction.decode_seconds == pytest.approx(uncut.moved_bytes * (1 / 20 + 1 / 10 + 1 / 100), rel=0.05)
+@pytest.mark.parametrize(("room", "overlap"), [(1.25, True), (1.5, False)])
+def test_copies_and_arithmetic_overlap_where_the_reserve_holds_two_parts(room: float, overlap: bool):
+    made = plan(Decoder(blocks=30, vocabulary=1), {0: int(room * BLOCK), "cpu": 10**6}, machine=MACHINE)
+    assert (made.reserve_bytes >= 2 * BLOCK // 2) is overlap  # a part is half a block
+    # Taking turns: staging, the link, and reading from the device's memory.
+    seconds_per_byte = 1 / 10 if overlap else 1 / 20 + 1 / 10 + 1 / 100
+    assert made.prediction.decode_seconds == pytest.approx(made.moved_bytes * seconds_per_byte, rel=0.05)
+
+
+def test_single_forwards_of_a_planned_model():
+    made = plan(Decoder(), BUDGETS, machine=MACHINE, context=16)
+    once = predict_forward(Decoder(), made, MACHINE, tokens=1, past=16)
+    assert (once.seconds, once.binds) == (made.prediction.decode_seconds, made.prediction.binds)
+    prompt = predict_forward(Decoder(), made, MACHINE, tokens=16, is_cached=False)
+    assert prompt.seconds == made.prediction.prefill_seconds
+    with pytest.raises(PlanError, match=r"no place for '0': it is of another model \(Decoder\)"):
+        predict_forward(nn.Sequential(nn.Linear(2, 2)), made, MACHINE, tokens=1)
 
 
 def test_what_rests_on_disk_is_in_the_page_cache_if_ram_is_left():

@@ -21,7 +21,8 @@ def stages(model: nn.Module, budgets: dict[int | str, int], dtype: torch.dtype |
     assignment = assign(units, budgets)
     facts = facts_of(model, inventory)
     run = run_of(facts, dtype, 1)
-    found = stages_of(facts, inventory, units, assignment, offload_buffers=False)
+    places = {item.name: place for unit, place in zip(units, assignment.places, strict=True) for item in unit.items}
+    found = stages_of(facts, inventory, places, assignment.main, offload_buffers=False, state_bytes=state)
     assert sum(stage.moved_bytes for stage in found) == assignment.moved_bytes
     return {stage.name: stage for stage in found}, run
 
