@@ -19,7 +19,7 @@ from .planning.sizes import DtypeLike
 from .protocols import WeightFormat
 from .quantization import FORMAT_NAMES
 from .quantization import weight_format as find_format
-from .sources import MatrixFormat, Tree, Wanted, find_tree
+from .sources import Wanted, find_tree
 
 __all__ = ["plan"]
 
@@ -98,20 +98,15 @@ def plan(
         special_dtypes=special_dtypes,
         mode=mode,
         offload_buffers=offload_buffers,
-        weight_format=None if packed is None else _fitting(packed, tree),
+        weight_format=packed,
         batch=batch,
         context=context,
         cache_dtype=cache_dtype,
         machine=budgets.machine if machine is None else machine,
         objective=objective,
-        formats=[_fitting(find_format(name), tree) for name in ADVISED_FORMATS],
+        formats=[find_format(name) for name in ADVISED_FORMATS],
     )
     return replace(made, model=tree.name or made.model, notes=(*made.notes, *tree.notes, *budgets.notes))
-
-
-def _fitting(packed: WeightFormat, tree: Tree) -> WeightFormat:
-    """The format, as it can be counted in this tree."""
-    return MatrixFormat(packed) if tree.is_skeleton else packed
 
 
 def _split_dtype(

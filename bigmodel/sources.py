@@ -16,11 +16,10 @@ from .header_dump import read_dump, specs_in
 from .integrations.transformers import build_empty, config_folder, is_config, load_config, resolve_dtype
 from .loading import Checkpoint
 from .loading.location import HubRepository, RemoteFile, located
-from .modules import find_blocks
 from .planning import skeleton
-from .protocols import TensorSpec, WeightFormat
+from .protocols import TensorSpec
 
-__all__ = ["MatrixFormat", "Tree", "Wanted", "find_tree"]
+__all__ = ["Tree", "Wanted", "find_tree"]
 
 SAME_SIZE: Final = 2
 """How many times as many elements as its configuration describes a checkpoint may have: tied weights are stored once or twice."""
@@ -43,8 +42,6 @@ class Tree:
     model: nn.Module
     name: str = ""
     """What to call it where its class says nothing."""
-    is_skeleton: bool = False
-    """Made from names and shapes: its modules have no classes."""
     is_built: bool = False
     """Built as it was wanted: in the wanted dtype, what the model keeps in float32 left out."""
     notes: tuple[str, ...] = ()
@@ -82,7 +79,7 @@ def _of_specs(specs: Mapping[str, TensorSpec], name: str, config: Mapping[str, A
     if config is not None:
         model.config = config
     headers_only = "Planned from the headers of the checkpoint alone: what the model's code computes is not counted."
-    return Tree(model, name, is_skeleton=True, notes=(*notes, headers_only))
+    return Tree(model, name, notes=(*notes, headers_only))
 
 
 def _of_place(place: Path | RemoteFile | HubRepository, wanted: Wanted) -> Tree:
@@ -169,32 +166,3 @@ def _refuse_other_size(model: nn.Module, checkpoint: Checkpoint) -> None:
         raise _NoUseError(
             f"The config.json beside it describes a {type(model).__name__} of {described:,} parameters, and the file holds {stored:,}."
         )
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixFormat:
-    """A packed format over a skeleton: every matrix within a block counts as a linear layer's weight."""
-
-    inner: WeightFormat
-
-    @property
-    def name(self) -> str:
-        """See `WeightFormat.name`."""
-        return self.inner.name
-
-    def packed_bytes(self, spec: TensorSpec) -> int:
-        """See `WeightFormat.packed_bytes`."""
-        return self.inner.packed_bytes(spec)
-
-    def packed_sizes(self, model: nn.Module) -> Mapping[str, int]:
-        """See `WeightFormat.packed_sizes`."""
-        blocks = tuple(f"{block}." for block in find_blocks(model))
-        known: dict[tuple[torch.Size, torch.dtype], int] = {}
-        sizes: dict[str, int] = {}
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 2 and name.endswith(".weight") and parameter.is_floating_point() and name.startswith(blocks):
-                key = parameter.shape, parameter.dtype
-                if key not in known:
-                    known[key] = self.inner.packed_bytes(TensorSpec(tuple(parameter.shape), parameter.dtype))
-                sizes[name] = known[key]
-        return sizes
