@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import PurePosixPath
 from typing import Final
 
 from ..errors import CheckpointError
+from .json_text import parse_object
 from .location import CheckpointFile
 
 __all__ = ["MAX_INDEX_BYTES", "check_index_size", "parse_index"]
 
-MAX_INDEX_BYTES: Final = 1 << 28
+MAX_INDEX_BYTES: Final = 1 << 26
+"""Several times the index of the largest known checkpoint, of 140,000 tensors."""
 
 
 def check_index_size(size_bytes: int, file: CheckpointFile) -> None:
@@ -25,11 +26,8 @@ def parse_index(text: bytes, file: CheckpointFile) -> dict[str, str]:
 
     Raises `CheckpointError` for anything else, and for names of files outside the index's folder.
     """
-    try:
-        index = json.loads(text.decode("utf-8"))
-    except (RecursionError, ValueError) as error:
-        raise CheckpointError(f"{file}: not a readable index ({type(error).__name__}: {str(error)[:200]}).") from error
-    weight_map = index.get("weight_map", index) if isinstance(index, dict) else None
+    index = parse_object(text, file, "the index")
+    weight_map = index.get("weight_map", index)
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{file}: not an index of a checkpoint: it should hold 'weight_map', tensor name → file name.")
     for name in set(weight_map.values()):

@@ -18,6 +18,7 @@ import torch
 from ...errors import CheckpointError, CheckpointNotFoundError
 from ...protocols import TensorSpec
 from ..entry import Entry
+from ..json_text import parse_object
 from ..location import CheckpointFile
 from .header import Header
 
@@ -120,7 +121,7 @@ class SafetensorsFormat:
             raise CheckpointError(
                 f"{file}: truncated within its header: expected at least {data_start} bytes, found {size_bytes}. Get it again."
             )
-        table = _parsed(read(LENGTH_BYTES, data_start), file)
+        table = parse_object(read(LENGTH_BYTES, data_start), file, "its header")
         metadata = _metadata(table.pop("__metadata__", None), file)
         entries = sorted((_entry(name, value, data_start, file) for name, value in table.items()), key=_place)
         _check_layout(entries, data_start, size_bytes, file)
@@ -129,27 +130,6 @@ class SafetensorsFormat:
 
 def _place(entry: Entry) -> tuple[int, int]:
     return entry.offset, entry.nbytes
-
-
-def _parsed(text: bytes, file: CheckpointFile) -> dict[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise CheckpointError(f"{file}: its header holds {twice!r} twice.")
-        return table
-
-    try:
-        table = json.loads(text.decode("utf-8"), object_pairs_hook=once)
-    # RecursionError: thousands of nested brackets. ValueError: no UTF-8, no JSON, or a number of thousands of digits.
-    except (RecursionError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{file}: its header is not valid JSON ({type(error).__name__}: {str(error)[:200]}).") from error
-    if not isinstance(table, dict):
-        raise CheckpointError(f"{file}: its header is not a JSON object.")
-    return table
 
 
 def _metadata(found: Any, file: CheckpointFile) -> dict[str, str]:

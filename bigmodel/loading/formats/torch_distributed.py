@@ -11,9 +11,10 @@ import contextlib
 import io
 import math
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, Final
+from typing import IO, Any, ClassVar, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -39,7 +40,17 @@ RECORDS: Final = frozenset(
 )
 ENCODINGS: Final = frozenset({"_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"})
 PATHS: Final = frozenset({"Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath"})
-MAX_TABLE_BYTES: Final = 1 << 30
+MAX_TABLE_BYTES: Final = 1 << 28
+OPERATIONS: Final = (
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT),
+    *(pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS),
+    *(pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
+    *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
+    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD),
+)
+"""Of pickle, which a table consists of."""
 
 
 class TorchDistributedFormat:
@@ -55,30 +66,74 @@ class TorchDistributedFormat:
         Raises `CheckpointError` for a table that holds more than tables need, for chunks that are compressed, are not where the table says,
         or do not make up their tensor.
         """
-        table = _table(file)
-        chunks: dict[str, list[tuple[tuple[int, ...], Any]]] = {}
-        try:
-            for index, place in table.storage_data.items():
-                if index.fields.get("offset") is not None:
-                    chunks.setdefault(index.fqn, []).append((tuple(index.offset), place))
-            tensors = {
-                name: (tuple(found.size), found.properties.dtype, {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in found.chunks})
-                for name, found in table.state_dict_metadata.items()
-                if found.name == "TensorStorageMetadata"
-            }
-        except (AttributeError, TypeError, KeyError) as error:
-            raise CheckpointError(f"{file}: damaged: not a table of a distributed checkpoint ({error}).") from error
+        tensors = _tensors(_table(file), file)
         entries = []
         with contextlib.ExitStack() as stack:
             streams: dict[str, IO[bytes]] = {}
-            for name, (shape, dtype, expected) in tensors.items():
-                parts = tuple(
-                    (start, _chunk(file, stack, streams, name, dtype, expected.get(start), place)) for start, place in chunks.get(name, ())
-                )
-                _check_cover(file, name, shape, [(start, part.shape) for start, part in parts])
-                nbytes = math.prod(shape) * dtype.itemsize
-                entries.append(Entry(name, parts[0][1].file if parts else file, 0, nbytes, dtype, shape, contents=Sharded(parts)))
+            for name, tensor in tensors.items():
+                parts = tuple((place.start, _chunk(file, stack, streams, name, tensor, place)) for place in tensor.places)
+                _check_cover(file, name, tensor.shape, [(start, part.shape) for start, part in parts])
+                nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
+                first = parts[0][1].file if parts else file
+                entries.append(Entry(name, first, 0, nbytes, tensor.dtype, tensor.shape, contents=Sharded(parts)))
         return Header(tuple(entries))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a chunk lies."""
+
+    start: tuple[int, ...]
+    """Its first index in the tensor."""
+    file: str
+    offset: int
+    nbytes: int
+    is_transformed: bool
+    """Compressed, for example."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """What the table says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: Mapping[tuple[int, ...], tuple[int, ...]]
+    """First index → shape."""
+    places: list[_Place]
+
+
+def _tensors(table: Any, file: Path) -> dict[str, _Tensor]:
+    """The tensors of a table, every field of the type that it should have."""
+    try:
+        tensors = {}
+        for name, found in table.state_dict_metadata.items():
+            if found.name == "TensorStorageMetadata":
+                chunks = {_sizes(chunk.offsets): _sizes(chunk.sizes) for chunk in found.chunks}
+                dtype = found.properties.dtype
+                if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
+                    raise TypeError(f"a {type(name).__name__} as a name, a {type(dtype).__name__} as a dtype")
+                tensors[name] = _Tensor(_sizes(found.size), dtype, chunks, [])
+        for index, place in table.storage_data.items():
+            if index.fields.get("offset") is None or index.fqn not in tensors:
+                continue
+            path, (offset, nbytes) = place.relative_path, _sizes((place.offset, place.length))
+            if not isinstance(path, str):
+                raise TypeError(f"a {type(path).__name__} as the name of a file")
+            tensors[index.fqn].places.append(
+                _Place(_sizes(index.offset), path, offset, nbytes, bool(place.fields.get("transform_descriptors")))
+            )
+    # A field that is not there, and one of another type.
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file}: damaged: not a table of a distributed checkpoint ({str(error)[:200]}).") from error
+    return tensors
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    """Raises ValueError for what is no tuple of sizes or positions."""
+    if not isinstance(value, tuple) or not all(type(size) is int and 0 <= size < 1 << 63 for size in value):
+        raise ValueError(f"a {type(value).__name__} that holds no sizes")
+    return value
 
 
 class _Record:
@@ -102,8 +157,13 @@ class _Record:
             raise AttributeError(f"its {self.name} has no {field!r}") from None
 
 
-class _TableUnpickler(pickle.Unpickler):
-    """Knows the names that a table of contents consists of; nothing it calls does more than hold values."""
+class _TableUnpickler(pickle._Unpickler):
+    """Knows the names and the operations that a table of contents consists of; nothing it calls does more than hold values.
+
+    The interpreter's own implementation in Python: that in C takes gigabytes for a single number (of a place in its memo).
+    """
+
+    dispatch: ClassVar[dict[int, Callable[..., Any]]] = {code[0]: pickle._Unpickler.dispatch[code[0]] for code in OPERATIONS}
 
     def find_class(self, module: str, name: str) -> Any:
         if (module in MODULES and name in RECORDS) or (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo"):
@@ -119,8 +179,30 @@ class _TableUnpickler(pickle.Unpickler):
         if module in ("pathlib", "pathlib._local") and name in PATHS:
             return _nothing
         if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+            return _empty_dict
+        raise pickle.UnpicklingError(f"it asks for {module[:100]}.{name[:100]}")
+
+    def _set_items(self) -> None:
+        items = self.pop_mark()  # type: ignore[attr-defined]
+        self._put(items[::2], items[1::2])
+
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()  # type: ignore[attr-defined]
+        self._put([key], [value])
+
+    def _put(self, keys: list[Any], values: list[Any]) -> None:
+        table = self.stack[-1]  # type: ignore[attr-defined]
+        # The hash of tuples within tuples can take for ever.
+        if type(table) is not dict or not all(isinstance(key, (str, _Record)) for key in keys):
+            raise pickle.UnpicklingError("it holds a mapping of something else than names")
+        table.update(zip(keys, values, strict=True))
+
+    dispatch[pickle.SETITEMS[0]] = _set_items
+    dispatch[pickle.SETITEM[0]] = _set_item
+
+
+def _empty_dict() -> dict[str, Any]:
+    return {}
 
 
 def _nothing(*arguments: Any) -> None:
@@ -134,7 +216,7 @@ def _table(file: Path) -> Any:
             if size_bytes > MAX_TABLE_BYTES:
                 raise CheckpointError(f"{file}: a table of contents of {size_bytes} bytes is none.")
             stream.seek(0)
-            table = _TableUnpickler(stream).load()
+            table = _TableUnpickler(io.BytesIO(stream.read())).load()
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"{file}: there is no such file.") from error
     except pickle.UnpicklingError as error:
@@ -155,50 +237,43 @@ def _table(file: Path) -> Any:
     return table
 
 
-def _chunk(
-    file: Path,
-    stack: contextlib.ExitStack,
-    streams: dict[str, IO[bytes]],
-    name: str,
-    dtype: torch.dtype,
-    shape: tuple[int, ...] | None,
-    place: Any,
-) -> Entry:
+def _chunk(file: Path, stack: contextlib.ExitStack, streams: dict[str, IO[bytes]], name: str, tensor: _Tensor, place: _Place) -> Entry:
     """The bytes of one chunk of a tensor."""
-    relative, offset, length = str(place.relative_path), place.offset, place.length
-    path = PurePosixPath(relative)
-    if path.is_absolute() or ".." in path.parts or "\\" in relative or "\0" in relative:
-        raise CheckpointError(f"{file}: says that {name!r} lies in {relative!r}, outside its folder.")
-    if place.fields.get("transform_descriptors"):
-        raise CheckpointError(f"{file}: {name!r} is compressed ({place.transform_descriptors}); save it without extensions.")
-    data = file.parent / relative
-    if relative not in streams:
+    offset, nbytes, dtype = place.offset, place.nbytes, tensor.dtype
+    path = PurePosixPath(place.file)
+    if path.is_absolute() or ".." in path.parts or "\\" in place.file or "\0" in place.file:
+        raise CheckpointError(f"{file}: says that {name!r} lies in {place.file!r}, outside its folder.")
+    if place.is_transformed:
+        raise CheckpointError(f"{file}: {name!r} is compressed or changed by an extension; save it without.")
+    data = file.parent / place.file
+    if place.file not in streams:
         try:
-            streams[relative] = stack.enter_context(data.open("rb"))
+            streams[place.file] = stack.enter_context(data.open("rb"))
         except OSError as error:
-            raise CheckpointNotFoundError(f"{file}: says that {name!r} lies in {relative!r}, which cannot be opened: {error}.") from error
-    stream = streams[relative]
+            raise CheckpointNotFoundError(f"{file}: says that {name!r} lies in {place.file!r}, which cannot be opened: {error}.") from error
+    stream = streams[place.file]
     size_bytes = stream.seek(0, io.SEEK_END)
-    if not all(type(number) is int and number >= 0 for number in (offset, length)) or offset + length > size_bytes:
-        raise CheckpointError(f"{data}: truncated: expected at least {offset + length} bytes for {name!r}, found {size_bytes}.")
+    if offset + nbytes > size_bytes:
+        raise CheckpointError(f"{data}: truncated: expected at least {offset + nbytes} bytes for {name!r}, found {size_bytes}.")
     try:
         with FakeTensorMode():
-            found = torch.load(io.BufferedReader(_Part(stream, offset, length)), map_location="cpu", weights_only=True)
+            found = torch.load(io.BufferedReader(_Part(stream, offset, nbytes)), map_location="cpu", weights_only=True)
         start = found.untyped_storage()._checkpoint_offset + found.storage_offset() * found.dtype.itemsize
     # What stands there can be anything.
     except Exception as error:
         reason = str(error).partition("\n")[0][:200]
         raise CheckpointError(f"{data}: damaged: no tensor at byte {offset}, where {name!r} is said to be ({reason}).") from error
+    shape = tensor.chunks.get(place.start)
     if tuple(found.shape) != shape or found.dtype != dtype or found.layout != torch.strided:
         raise CheckpointError(
             f"{data}: the chunk of {name!r} at byte {offset} has shape {list(found.shape)} and dtype {found.dtype}; "
             f"the table says {list(shape or ())} and {dtype}."
         )
     strides = None if found.is_contiguous() else tuple(found.stride())
-    nbytes = span_elements(tuple(found.shape), tuple(found.stride())) * dtype.itemsize
-    if start + nbytes > length:
+    held = span_elements(tuple(found.shape), tuple(found.stride())) * dtype.itemsize
+    if start + held > nbytes:
         raise CheckpointError(f"{data}: damaged: the chunk of {name!r} at byte {offset} ends behind its archive.")
-    return Entry(name, data, offset + start, nbytes, dtype, tuple(found.shape), strides)
+    return Entry(name, data, offset + start, held, dtype, tuple(found.shape), strides)
 
 
 def _check_cover(file: Path, name: str, shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
