@@ -30,7 +30,7 @@ from .measuring import measure_machine
 from .planning import Plan, infer_auto_device_map
 from .plans import plan
 from .quantization import BnbQuantizationConfig
-from .quantize import load_and_quantize_model
+from .quantize import load_and_quantize_model, quantization_report
 
 __all__ = [
     "BigModelError",
@@ -62,6 +62,7 @@ __all__ = [
     "measure_machine",
     "placement",
     "plan",
+    "quantization_report",
     "save_model",
     "undispatch",
     "update_parameter",

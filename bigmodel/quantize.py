@@ -14,11 +14,21 @@ from torch import nn
 from .api import dispatch_model, load_and_dispatch
 from .devices import DeviceKey, accelerators, as_key
 from .errors import MatchError, MissingPackageError, QuantizationError
-from .loading import Checkpoint
+from .loading import Checkpoint, read_tensors
 from .placing import DeviceMap, find_placing
-from .quantization import BnbQuantizationConfig, Int8, Scheme, packed_layers, replace_with_bnb_layers, scheme_of
+from .quantization import (
+    BnbQuantizationConfig,
+    Int8,
+    QuantizationReport,
+    Scheme,
+    note_scheme,
+    packed_layers,
+    replace_with_bnb_layers,
+    report,
+    scheme_of,
+)
 
-__all__ = ["get_quantized_model_device_map", "load_and_quantize_model"]
+__all__ = ["get_quantized_model_device_map", "load_and_quantize_model", "quantization_report"]
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +99,7 @@ def _quantize_loaded(
         "checkpoint as `weights_location`."
     )
     replace_with_bnb_layers(model, scheme)
+    note_scheme(model, scheme)
     packed = {id(tensor) for layer in packed_layers(model).values() for tensor in layer.packed_tensors().values()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in packed and parameter.is_floating_point():
@@ -127,6 +138,24 @@ def get_quantized_model_device_map(
         weight_format=scheme.format,
     )
     return place.device_map
+
+
+def quantization_report(model: nn.Module, checkpoint: str | Path | None = None) -> QuantizationReport:
+    """What is packed in `model`, what is left and why, in bytes. `print` it.
+
+    With the unpacked `checkpoint` (names as in the model) each packed weight is compared with the original one: relative error in the
+    Frobenius norm, and the largest change of an element. One weight at a time is read. Raises `MatchError` for a weight that it lacks.
+    """
+    if checkpoint is None:
+        return report(model)
+    opened = Checkpoint.open(checkpoint)
+
+    def original(name: str) -> torch.Tensor:
+        if name not in opened.entries:
+            raise MatchError(f"{opened.location} has no {name!r} to compare with: give the checkpoint that was packed.")
+        return read_tensors(opened, [name])[name]
+
+    return report(model, original)
 
 
 def _refuse_old_bitsandbytes(scheme: Scheme) -> None:

@@ -39,6 +39,7 @@ from .quantization import (
     WeightPacker,
     described,
     install,
+    note_scheme,
     packed_layers,
     scheme_of,
     select,
@@ -73,6 +74,7 @@ class QuantizedLoad:
         if self.scheme is None:
             return
         install(model, self.scheme, {name: (kept.spec.dtype, kept.tensors) for name, kept in report.packed.items()})
+        note_scheme(model, self.scheme)
         if report.store is not None:
             _note_offsets(model, report.store)
         is_4bit = any(isinstance(layer.packing, FourBit) for layer in packed_layers(model).values())

@@ -7,6 +7,7 @@ from .description import Description, described
 from .formats import FORMAT_NAMES, FourBit, Int8, PackedFormat, weight_format
 from .packer import WeightPacker
 from .replacement import Places, has_4bit_bnb_layers, install, pack, packed_layers, replace_with_bnb_layers
+from .report import LayerReport, QuantizationReport, note_scheme, report
 from .selection import Selection, keep_list, select
 from .stored import StoredWeight, stored_weights
 
@@ -16,8 +17,10 @@ __all__ = [
     "Description",
     "FourBit",
     "Int8",
+    "LayerReport",
     "PackedFormat",
     "Places",
+    "QuantizationReport",
     "Scheme",
     "Selection",
     "StoredWeight",
@@ -26,9 +29,11 @@ __all__ = [
     "has_4bit_bnb_layers",
     "install",
     "keep_list",
+    "note_scheme",
     "pack",
     "packed_layers",
     "replace_with_bnb_layers",
+    "report",
     "scheme_of",
     "select",
     "stored_weights",

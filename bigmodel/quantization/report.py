@@ -1,0 +1,141 @@
+"""What packing has done to a model: bytes packed, bytes left and why, and how far the packed weights are from the original ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..text import bytes_text, names_text
+from .config import Scheme
+from .replacement import packed_layers
+from .selection import select
+
+__all__ = ["LayerReport", "QuantizationReport", "note_scheme", "report"]
+
+_SCHEME = "_bigmodel_scheme"
+STACKED = "it is a stack of matrices, for which bitsandbytes has no layer"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """A module with parameters of its own."""
+
+    name: str
+    format: str
+    """Of the packed weight; empty for a module that is left as it is."""
+    reason: str
+    """Why it is left; empty for a packed one."""
+    nbytes: int
+    """Of its parameters, packed or not, with all companions."""
+    unpacked_bytes: int
+    """Of the same parameters, were none packed."""
+    relative_error: float | None = None
+    """Frobenius norm of what packing has changed, over that of the original weight; None where nobody asked."""
+    max_error: float | None = None
+    """The largest change of one element."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationReport:
+    """All modules with parameters. `print` it for a table."""
+
+    layers: tuple[LayerReport, ...]
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed layers."""
+        return sum(layer.nbytes for layer in self.layers if layer.format)
+
+    @property
+    def packed_from_bytes(self) -> int:
+        """What the packed layers would take unpacked."""
+        return sum(layer.unpacked_bytes for layer in self.layers if layer.format)
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes of what is left as it is."""
+        return sum(layer.nbytes for layer in self.layers if not layer.format)
+
+    def left(self) -> dict[str, int]:
+        """Why modules are left → their bytes, the largest first."""
+        reasons: dict[str, int] = {}
+        for layer in self.layers:
+            if not layer.format:
+                reasons[layer.reason] = reasons.get(layer.reason, 0) + layer.nbytes
+        return dict(sorted(reasons.items(), key=lambda item: -item[1]))
+
+    def __str__(self) -> str:
+        packed = [layer for layer in self.layers if layer.format]
+        lines = [
+            f"{len(packed)} layers packed: {bytes_text(self.packed_bytes)}, unpacked {bytes_text(self.packed_from_bytes)}",
+            f"left: {bytes_text(self.left_bytes)}",
+        ]
+        for reason, nbytes in self.left().items():
+            names = [layer.name for layer in self.layers if not layer.format and layer.reason == reason]
+            lines.append(f"  {bytes_text(nbytes)}: {reason} ({names_text(names[:8])}{', …' if len(names) > 8 else ''})")
+        measured = sorted((layer for layer in packed if layer.relative_error is not None), key=lambda layer: -(layer.relative_error or 0))
+        if measured:
+            lines.append("largest relative errors:")
+            lines += [f"  {layer.relative_error:.4f} (max {layer.max_error:.3g})  {layer.name}, {layer.format}" for layer in measured[:10]]
+        return "\n".join(lines)
+
+
+def note_scheme(model: nn.Module, scheme: Scheme) -> None:
+    """Lets the model remember how it was packed, for the report."""
+    model.__dict__[_SCHEME] = scheme
+
+
+def report(model: nn.Module, original: Callable[[str], torch.Tensor] | None = None) -> QuantizationReport:
+    """The report of a model, packed or not; nothing that is offloaded is fetched, unless errors are asked for.
+
+    `original` gives the unpacked weight of a full name; with it, each packed weight is unpacked once and compared in float32.
+    """
+    return QuantizationReport(tuple(_layers(model, original)))
+
+
+def _layers(model: nn.Module, original: Callable[[str], torch.Tensor] | None) -> Iterator[LayerReport]:
+    packed = packed_layers(model)
+    scheme: Scheme | None = model.__dict__.get(_SCHEME)
+    kept = () if scheme is None else scheme.format.kept
+    reasons = select(model, None if scheme is None else scheme.format.skip_modules, kept).left
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        own = [parameter for parameter in module._parameters.values() if parameter is not None and id(parameter) not in seen]
+        seen |= {id(parameter) for parameter in own}
+        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in own)
+        if not own:
+            continue
+        layer = packed.get(name)
+        if layer is None:
+            yield LayerReport(name, "", _why_left(module, reasons.get(name)), nbytes, nbytes)
+            continue
+        bias = layer.bias
+        unpacked_bytes = layer.in_features * layer.out_features * layer.original_dtype.itemsize
+        unpacked_bytes += 0 if bias is None else bias.numel() * bias.element_size()
+        errors = (None, None) if original is None else _errors(layer.unpacked(), original(f"{name}.weight"))
+        yield LayerReport(name, layer.packing.name, "", nbytes, unpacked_bytes, *errors)
+
+
+def _why_left(module: nn.Module, reason: str | None) -> str:
+    if reason is not None:
+        return reason
+    if isinstance(module, nn.Linear):
+        return "the checkpoint has it unpacked"
+    if is_stack(module):
+        return STACKED
+    return "it is an embedding" if isinstance(module, nn.Embedding) else "it is no linear layer"
+
+
+def is_stack(module: nn.Module) -> bool:
+    """Whether the module holds one matrix for each of its experts in a single parameter."""
+    count = getattr(module, "num_experts", None)
+    return any(each is not None and each.dim() == 3 and each.shape[0] == count for each in module._parameters.values())
+
+
+def _errors(unpacked: torch.Tensor, original: torch.Tensor) -> tuple[float, float]:
+    exact = original.detach().to(unpacked.device, torch.float32)
+    change = unpacked.detach().to(torch.float32) - exact
+    return (change.norm() / exact.norm().clamp(min=torch.finfo(torch.float32).tiny)).item(), change.abs().max().item()
