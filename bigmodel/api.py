@@ -71,7 +71,7 @@ def load_and_dispatch(
     model: nn.Module,
     checkpoint: Checkpoint,
     *,
-    device_map: DeviceMap | None = "auto",
+    device_map: DeviceMap | Placing | None = "auto",
     max_memory: Mapping[Any, int | str] | None = None,
     no_split_module_classes: str | Collection[str] | None = None,
     dtype: torch.dtype | str | None = None,
@@ -94,7 +94,7 @@ def load_and_dispatch(
 
     Args:
         device_map: a map, one device for everything, or how to find one (`"auto"`, `"balanced"`, `"balanced_low_0"`, `"sequential"`).
-            None loads to CPU and attaches nothing.
+            None loads to CPU and attaches nothing. A `Placing` is a map that was checked before.
         max_memory: budget of each device in bytes or as "2GiB"; measured where it is not given.
         no_split_module_classes: names of the classes that are never cut in two; found in the model without it.
         dtype: converts floating tensors on the way; by default each keeps the dtype that the model has it in.

@@ -42,7 +42,7 @@ class Placing:
 
 def find_placing(
     model: nn.Module,
-    device_map: DeviceMap,
+    device_map: DeviceMap | Placing,
     *,
     max_memory: Mapping[Any, int | str] | None = None,
     no_split_module_classes: str | Collection[str] | None = None,
@@ -52,10 +52,13 @@ def find_placing(
     weight_format: WeightFormat | None = None,
 ) -> Placing:
     """Any form of a device map as module name → device, on devices that are there; a strategy is planned, a `Plan` is taken at its word.
+    A `Placing` stays as it is.
 
     Raises `PlanError` (a ValueError) for an unknown strategy, an unknown device, a map that leaves a tensor without a place, and a plan
     that was made for another model, or for weights that take less than this load gives them.
     """
+    if isinstance(device_map, Placing):
+        return device_map
     if isinstance(device_map, str) and device_map in STRATEGIES:
         device_map = plan(
             model,

@@ -18,8 +18,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tiny_transformers import FAMILIES
+from transformers import core_model_loading
 
-from bigmodel import from_pretrained
+from bigmodel import api, from_pretrained
 from bigmodel.errors import CheckpointError, CheckpointNotFoundError, MatchError, PlanError
 from bigmodel.integrations.transformers import empty_model
 from bigmodel.modules import find_blocks
@@ -337,6 +338,29 @@ def test_a_new_head_on_disk_works_too(device_map, checkpoint_folder):
     expected = transformers.BertForSequenceClassification.from_pretrained(folder)
     assert_same_weights(model, expected)
     assert_same_outputs(model, expected, "bert")
+
+
+def test_a_new_head_leaves_the_room_that_the_plan_kept_for_what_passes(checkpoint_folder, accelerators, monkeypatch):
+    accelerators(1)
+    rings = []
+    real = api.dispatch
+    monkeypatch.setattr(api, "dispatch", lambda *given, **named: rings.append(named["ring_bytes"]) or real(*given, **named))
+    folder = checkpoint_folder("bert")
+    empty = empty_model(folder, model_class="BertForSequenceClassification")
+    size = sum(tensor.nbytes for tensor in empty.state_dict().values())
+    from_pretrained(
+        folder, model_class="BertForSequenceClassification", allow_new_weights=True, max_memory={0: size * 2 // 3, "cpu": size // 10}
+    )
+    assert len(rings) == 1
+    assert 0 < rings[0] < size
+
+
+def test_names_are_looked_up_once(checkpoint_folder, monkeypatch):
+    asked = []
+    real = core_model_loading.rename_source_key
+    monkeypatch.setattr(core_model_loading, "rename_source_key", lambda name, *rest: asked.append(name) or real(name, *rest))
+    from_pretrained(checkpoint_folder("mixtral"), device_map={"": "disk"})
+    assert len(asked) == len(set(asked)) > 10
 
 
 def test_tied_weights_that_are_both_new_are_one(tmp_path, checkpoint_folder):

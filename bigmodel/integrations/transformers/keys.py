@@ -45,15 +45,21 @@ class TransformersKeys:
         """What the last call of `sources` found."""
         self.used_conversions: list[Any] = []
         """The entries of the table that matched a name at the last call of `sources`; transformers saves with their reverse."""
+        self._asked: tuple[dict[str, Entry], dict[str, TensorSpec]] | None = None
+        self._unexpected: list[str] = []
 
     def sources(self, entries: Mapping[str, Entry], targets: Mapping[str, TensorSpec]) -> tuple[dict[str, Source], list[str]]:
         """What fills each tensor of the model, and the names in the checkpoint that the model has no use for.
 
-        Names that the model's class expects to find unused (`_keys_to_ignore_on_load_unexpected`, former buffers) are not listed.
+        Names that the model's class expects to find unused (`_keys_to_ignore_on_load_unexpected`, former buffers) are not listed. Asked
+        again for the same, it does not look again: tens of thousands of experts take seconds.
 
         Raises:
             MatchError: the tensors that a conversion needs are there in part or in the wrong shapes.
         """
+        if self._asked is not None and self._asked == (entries, targets):
+            return self.found, self._unexpected
+        self._asked = None
         loading = transformers_module("core_model_loading")
         table = transformers_module("conversion_mapping").get_model_conversion_mapping(self._model, self._key_mapping)
         renamings = [transform for transform in table if isinstance(transform, loading.WeightRenaming)]
@@ -83,7 +89,9 @@ class TransformersKeys:
             for made, source in self._sources_of(target, group, specs, targets).items():
                 self.found.setdefault(made, source)
         expected = self._expected_unused()
-        return self.found, [name for name, renamed in unused.items() if not (expected and expected.search(renamed))]
+        self._unexpected = [name for name, renamed in unused.items() if not (expected and expected.search(renamed))]
+        self._asked = dict(entries), dict(targets)
+        return self.found, self._unexpected
 
     def _sources_of(
         self, target: str, group: _Group, specs: Mapping[str, TensorSpec], targets: Mapping[str, TensorSpec]

@@ -14,11 +14,10 @@ from torch import nn
 
 from ...api import load_and_dispatch
 from ...device_map import device_for, unknown_entries
-from ...devices import DeviceKey
 from ...errors import CheckpointError, MatchError, PlanError
 from ...loading import Checkpoint, match
 from ...modules import tensor_aliases
-from ...placing import DeviceMap, find_placing
+from ...placing import DeviceMap, Placing, find_placing
 from ...quantization import packed_layers, scheme_of, transformers_config
 from .empty import build_empty, load_config, misfit, resolve_dtype
 from .finish import finish
@@ -110,14 +109,18 @@ def from_pretrained(
     initialized = _settle(model, checkpoint, rules, allow_new_weights=allow_new_weights)
 
     blocks = no_split_module_classes or model._no_split_modules or None
+    place: DeviceMap | Placing | None = device_map
     if initialized and device_map is not None:
-        place = find_placing(model, device_map, max_memory=max_memory, no_split_module_classes=blocks, offload_buffers=offload_buffers)
-        device_map, offload_buffers = _with_initialized_in_ram(model, place.device_map, initialized), place.offload_buffers
+        place = _with_initialized_in_ram(
+            model,
+            find_placing(model, device_map, max_memory=max_memory, no_split_module_classes=blocks, offload_buffers=offload_buffers),
+            initialized,
+        )
     try:
         model = load_and_dispatch(
             model,
             checkpoint,
-            device_map=device_map,
+            device_map=place,
             max_memory=max_memory,
             no_split_module_classes=blocks,
             rules=rules,
@@ -194,9 +197,10 @@ def _settle(model: Any, checkpoint: Checkpoint, rules: TransformersKeys, *, allo
     return expected + new
 
 
-def _with_initialized_in_ram(model: Any, devices: dict[str, DeviceKey], initialized: Collection[str]) -> dict[str, DeviceKey]:
-    """The map with entries of their own for initialized weights that would be on disk: they are in no checkpoint, so they rest in RAM."""
+def _with_initialized_in_ram(model: Any, place: Placing, initialized: Collection[str]) -> Placing:
+    """The same with entries of their own for initialized weights that would be on disk: they are in no checkpoint, so they rest in RAM."""
     every_name = [name for names in tensor_aliases(model).values() if set(names) & set(initialized) for name in names]
+    devices = place.device_map
     unknown = unknown_entries(model, devices)  # the caller was warned of these when the map was checked
     known = {name: device for name, device in devices.items() if name not in unknown}
-    return known | {name: "cpu" for name in every_name if device_for(name, devices) == "disk"}
+    return replace(place, device_map=known | {name: "cpu" for name in every_name if device_for(name, devices) == "disk"})
