@@ -26,7 +26,7 @@ from .request import Request
 from .shared_work import SharedWork
 from .sizes import DtypeLike
 from .solver import Assignment, assign, least_ring_bytes, ring_bytes
-from .table import device_text
+from .table import binding_uses, devices_text
 
 __all__ = ["plan"]
 
@@ -214,7 +214,7 @@ def _described(
         total_bytes=inventory.total_bytes,
         moved_bytes=assignment.moved_bytes,
         ring_slots=assignment.slots,
-        binding=f"memory of {device_text(main)}" if stored_bytes else "",
+        binding=f"memory of {devices_text([each.device for each in binding_uses(main, devices)])}" if stored_bytes else "",
         short_bytes=max(0, stored_bytes - (use.left_bytes or 0) - use.reserve_bytes) if stored_bytes else 0,
         offload_buffers=offload_buffers,
         blocks=tuple(inventory.blocks),

