@@ -9,18 +9,22 @@ import logging
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from planning_grid import Judged, cases, judge
-from side_by_side import run_worker_if_asked, worker
+import torch
+from planning_grid import Case, Judged, cases, judge
+from side_by_side import compare, fresh_process, run_worker_if_asked, worker
 from torch import nn
+
+from bigmodel.modules import row_tables
+from bigmodel.protocols import TensorSpec
 
 MODULES = 63_000
 REPEATS = 3
 
 
 class Layer(nn.Module):
-    """Eight modules: attention and feed-forward part of a transformer, and the two norms."""
+    """Eight modules: attention, feed-forward part and norm of a transformer."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -75,9 +79,8 @@ def speed(library: object, modeling: object, kind: str) -> dict[str, float]:
     building = time_of(build)
     model = build()
     total = sum(parameter.nbytes for parameter in model.parameters())
-    plain = time_of(lambda: None)
     sizes = time_of(lambda: modeling.compute_module_sizes(model))
-    results = {"init_empty_weights seconds": building - plain, "sizes seconds": sizes}
+    results = {"init_empty_weights seconds": building, "sizes seconds": sizes}
     for text, shares in (("fits on two", (0.6, 0.6)), ("half is offloaded", (0.25, 0.25))):
         budgets = {**{index: int(share * total) for index, share in enumerate(shares)}, "cpu": total}
         results[f"map seconds, {text}"] = time_of(lambda b=budgets: modeling.infer_auto_device_map(model, dict(b), classes))
@@ -85,26 +88,98 @@ def speed(library: object, modeling: object, kind: str) -> dict[str, float]:
     return results
 
 
-def quality(judged: list[Judged], bounds: list[int]) -> dict[str, float]:
-    bound = sum(bounds)
+def experts(layers: int = 60, count: int = 384) -> dict[str, TensorSpec]:
+    """Names and shapes of a mixture of experts of a trillion parameters."""
+    wide, narrow = (2048, 7168), (7168, 2048)
+    shapes = {"model.embed_tokens": (160_000, 7168), "lm_head": (160_000, 7168), "model.norm": (7168,)}
+    for layer in range(layers):
+        name = f"model.layers.{layer}"
+        shapes |= {f"{name}.self_attn.{part}_proj": (7168, 7168) for part in "qkvo"} | {f"{name}.mlp.gate": (count, 7168)}
+        for expert in range(count):
+            parts = {"gate_proj": wide, "up_proj": wide, "down_proj": narrow}
+            shapes |= {f"{name}.mlp.experts.{expert}.{part}": shape for part, shape in parts.items()}
+    return {f"{name}.weight": TensorSpec(shape, torch.bfloat16) for name, shape in shapes.items()}
+
+
+@worker
+def bigmodel_trillion() -> dict[str, float]:
+    from bigmodel.planning import plan, skeleton
+
+    specs = experts()
+    budgets: dict[int | str, int | str] = {**dict.fromkeys(range(8), "80GiB"), "cpu": "1000GiB"}
+    model = skeleton(specs)
     return {
-        "cases": len(judged),
-        "offloaded over lower bound": sum(each.offloaded_bytes for each in judged) / bound,
-        "excess over lower bound": sum(each.offloaded_bytes for each in judged) / bound - 1,
-        "moved per step over lower bound": sum(each.moved_bytes for each in judged) / bound,
-        "infeasible maps": sum(not each.feasible for each in judged),
+        "tensors": len(specs),
+        "plan of a model on meta, seconds": time_of(lambda: plan(model, budgets, advice=False)),
+        "plan of names and shapes, seconds": time_of(lambda: plan(skeleton(specs), budgets, advice=False)),
     }
 
 
-def grid(solve: Callable[..., object]) -> dict[str, float]:
-    from bigmodel.modules import reads_rows_only
-
-    judged, bounds = [], []
+def maps_of(solve: Callable[[Case], tuple[Mapping[str, int | str], int | str | None, bool]]) -> list[Judged]:
+    """Every case of the grid judged; `solve` gives a map, its main device, and whether embeddings are read by rows where they rest."""
+    judged = []
     for case in cases():
-        device_map, by_rows = solve(case)
-        judged.append(judge(case, device_map, reads_rows_only if by_rows else lambda module: False))
-        bounds.append(case.lower_bound)
-    return quality(judged, bounds) | {f"case {index}": [*each] for index, each in enumerate(judged)}
+        device_map, main, by_rows = solve(case)
+        tables = row_tables(case.model) if by_rows else set()
+        judged.append(
+            judge(case, device_map, main, lambda module, tables=tables: bool({id(p) for p in module._parameters.values()} & tables))
+        )
+    return judged
+
+
+def rows(judged: list[Judged]) -> dict[str, float]:
+    return {f"{field} {index}": float(value) for index, each in enumerate(judged) for field, value in each._asdict().items()}
+
+
+@worker
+def bigmodel_infer() -> dict[str, float]:
+    from bigmodel.utils import infer_auto_device_map
+
+    quiet()
+    return rows(
+        maps_of(lambda case: (infer_auto_device_map(case.model, dict(case.budgets), case.block_classes, offload_buffers=True), None, False))
+    )
+
+
+@worker
+def bigmodel_plan() -> dict[str, float]:
+    from bigmodel.planning import plan
+
+    def solve(case: Case) -> tuple[Mapping[str, int | str], int | str, bool]:
+        made = plan(case.model, case.budgets, no_split_module_classes=case.block_classes, offload_buffers=True, advice=False)
+        return made.device_map, made.main_device, True
+
+    return rows(maps_of(solve))
+
+
+@worker
+def accelerate_infer() -> dict[str, float]:
+    from accelerate.utils import infer_auto_device_map
+
+    quiet()
+    return rows(
+        maps_of(lambda case: (infer_auto_device_map(case.model, dict(case.budgets), case.block_classes, offload_buffers=True), None, False))
+    )
+
+
+def print_quality() -> None:
+    """What the maps of each side are worth, over all cases."""
+    bounds = [case.lower_bound for case in cases()]
+    sides = {}
+    for name in ("bigmodel_infer", "bigmodel_plan", "accelerate_infer"):
+        found = fresh_process(__file__, name, {})
+        sides[name] = [Judged(*(found[f"{field} {index}"] for field in Judged._fields)) for index in range(len(bounds))]
+    theirs = sides["accelerate_infer"]
+    print(f"\n### {len(bounds)} small models and budgets\n\n| | {' | '.join(sides)} |\n|---|{'---:|' * len(sides)}")
+    for title, figure in {
+        "bytes offloaded, over the lower bound": lambda side: sum(each.offloaded_bytes for each in side) / sum(bounds),
+        "bytes moved per step, over the lower bound": lambda side: sum(each.moved_bytes for each in side) / sum(bounds),
+        "maps that cannot run": lambda side: sum(not each.feasible for each in side),
+        "offloads more than a map of accelerate's that can run": lambda side: sum(
+            other.feasible and each.offloaded_bytes > other.offloaded_bytes for each, other in zip(side, theirs, strict=True)
+        ),
+    }.items():
+        print(f"| {title} | {' | '.join(f'{figure(side):.2f}' for side in sides.values())} |")
 
 
 def quiet() -> None:
@@ -130,5 +205,14 @@ def accelerate_speed(kind: str) -> dict[str, float]:
     return speed(accelerate, utils, kind)
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_worker_if_asked()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    for kind in KINDS:
+        compare(__file__, f"{MODULES:,} modules: {kind}", ["bigmodel_speed", "accelerate_speed"], {"kind": kind})
+    compare(__file__, "a trillion parameters", ["bigmodel_trillion"], {})
+    print_quality()
+
+
+if __name__ == "__main__":
+    main()

@@ -148,13 +148,19 @@ class Judged(NamedTuple):
     feasible: bool
 
 
-def judge(case: Case, device_map: Mapping[str, int | str], at_rest: Callable[[nn.Module], bool] = lambda module: False) -> Judged:
-    """A map is feasible if every device holds what is mapped to it within its budget, and the execution device (the first accelerator in
-    the map, else "cpu") has, beside what it holds, room for the largest module that passes through. What passes is a module with the
-    tensors that it holds itself, buffers included, one at a time: that is the least that any hook needs. Modules for which `at_rest` is
-    true are used where they rest.
+def judge(
+    case: Case,
+    device_map: Mapping[str, int | str],
+    main: int | str | None = None,
+    at_rest: Callable[[nn.Module], bool] = lambda module: False,
+) -> Judged:
+    """A map is feasible if every device holds what is mapped to it within its budget, and the execution device (`main`, else the first
+    accelerator in the map, else "cpu") has, beside what it holds, room for the largest module that passes through. What passes is a module
+    with the tensors that it holds itself, buffers included, one at a time: that is the least that any hook needs. Modules for which
+    `at_rest` is true are used where they rest.
     """
-    main = next((device for device in device_map.values() if isinstance(device, int)), "cpu")
+    if main is None:
+        main = next((device for device in device_map.values() if isinstance(device, int)), "cpu")
     stores = {"disk"} if main == "cpu" else {"cpu", "disk"}
     held: dict[int | str, int] = {}
     seen: set[int] = set()

@@ -10,6 +10,7 @@ from torch import nn
 
 __all__ = [
     "READ_THEIR_CHILDREN",
+    "distinct_modules",
     "find_blocks",
     "find_tied_parameters",
     "get_non_persistent_buffers",
@@ -91,43 +92,66 @@ def find_blocks(model: nn.Module, no_split_module_classes: str | Collection[str]
     classes = no_split_module_classes or getattr(model, "_no_split_modules", None)
     if classes:
         classes = {classes} if isinstance(classes, str) else set(classes)
-        found = _outermost(model, "", lambda module: type(module).__name__ in classes)
+        found = _outermost(model, lambda module: type(module).__name__ in classes)
         if found or no_split_module_classes:
             return found
     return _repeated_children(model, "")[0]
 
 
-def _outermost(module: nn.Module, name: str, is_block: Callable[[nn.Module], bool]) -> list[str]:
-    if name and is_block(module):
-        return [name]
-    return [block for child_name, child in _children(module, name) for block in _outermost(child, child_name, is_block)]
+def _outermost(model: nn.Module, is_block: Callable[[nn.Module], bool]) -> list[str]:
+    found: list[str] = []
+    stack = list(reversed(_children(model, "")))
+    while stack:
+        name, module = stack.pop()
+        if is_block(module):
+            found.append(name)
+        elif module._modules:
+            stack += reversed(_children(module, name))
+    return found
 
 
 def _children(module: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
-    return [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
+    """The distinct children with their full names."""
+    prefix = f"{name}." if name else ""
+    children = [(prefix + key, child) for key, child in module._modules.items() if child is not None]
+    if len({id(child) for _, child in children}) < len(children):
+        children = [(prefix + key, child) for key, child in module.named_children()]
+    return children
 
 
 def _repeated_children(module: nn.Module, name: str) -> tuple[list[str], int]:
     """Blocks below `module`, and the length of the longest list that they come from (0 without blocks)."""
     children = _children(module, name)
-    below = [_repeated_children(child, child_name) for child_name, child in children]
-    longest = max((length for _, length in below), default=0)
-    kinds = len({type(child) for _, child in children})
-    repeats = kinds == 1 or 2 * kinds <= len(children)  # in hybrid models layers of several classes take turns
-    is_list = isinstance(module, nn.ModuleList) and repeats and any(True for _ in module.parameters())
-    if is_list and (len(children) >= longest or (len(children) > 1 and _are_layers([child for _, child in children]))):
-        return [child_name for child_name, _ in children], len(children)
+    below = [_repeated_children(child, child_name) for child_name, child in children if child._modules]
+    longest = max([length for _, length in below], default=0)
+    if isinstance(module, nn.ModuleList) and children:
+        kinds = len({type(child) for _, child in children})
+        repeats = kinds == 1 or 2 * kinds <= len(children)  # in hybrid models layers of several classes take turns
+        is_list = repeats and any(True for _ in module.parameters())
+        if is_list and (len(children) >= longest or (len(children) > 1 and _are_layers([child for _, child in children]))):
+            return [child_name for child_name, _ in children], len(children)
     return [block for blocks, _ in below for block in blocks], longest
 
 
 def _are_layers(modules: list[nn.Module]) -> bool:
     """Whether most of the modules hold tensors of the same names and shapes, and not all of them inside longer lists."""
-    layouts = [tuple((name, tensor.shape) for name, tensor in module.named_parameters()) for module in modules]
+    layouts = [_layout(module) for module in modules]
     layout, count = Counter(layouts).most_common(1)[0]
     if 2 * count <= len(modules):
         return False
     inner = tuple(f"{block}." for block in _repeated_children(modules[layouts.index(layout)], "")[0])
     return any(not name.startswith(inner) for name, _ in layout)
+
+
+def _layout(module: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
+    """Names and shapes of the parameters below a module."""
+    layout: list[tuple[str, torch.Size]] = []
+    stack = [("", module)]
+    while stack:
+        path, current = stack.pop()
+        layout += [(path + name, parameter.shape) for name, parameter in current._parameters.items() if parameter is not None]
+        stack += [(f"{path}{name}.", child) for name, child in current._modules.items() if child is not None]
+    return tuple(layout)
 
 
 def runs_itself(module: nn.Module) -> bool:
@@ -145,13 +169,22 @@ def reads_rows_only(module: nn.Module) -> bool:
 
 def row_tables(model: nn.Module) -> set[int]:
     """Identities (`id`) of the embedding tables of which a whole forward reads only the rows that are looked up: nothing else uses them."""
-    modules = list(model.modules())
-    tables = {id(module.weight) for module in modules if reads_rows_only(module)}
+    modules = list(distinct_modules(model))
+    tables = {id(module.weight) for module in modules if isinstance(module, nn.Embedding) and reads_rows_only(module)}
     if not tables:
         return tables
-    uses: dict[int, int] = {}
-    for module in modules:
-        for parameter in module._parameters.values():
-            if id(parameter) in tables:
-                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    uses = Counter(id(parameter) for module in modules for parameter in module._parameters.values() if parameter is not None)
     return {table for table in tables if uses[table] == 1}
+
+
+def distinct_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Every module once, in no particular order: `nn.Module.modules` takes several times as long for many of them."""
+    seen = {id(model)}
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        yield module
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                stack.append(child)

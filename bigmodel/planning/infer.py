@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ..collecting import without_collecting
 from ..devices import DeviceKey
 from ..errors import PlanError
 from ..modules import find_tied_parameters
@@ -29,6 +30,7 @@ FEW_LAYERS = 8
 """Models without blocks and with no more layers than this get the map that scripts expect, even where another moves fewer bytes."""
 
 
+@without_collecting()
 def infer_auto_device_map(
     model: nn.Module,
     max_memory: MutableMapping[Any, Any] | None = None,
@@ -72,7 +74,7 @@ def infer_auto_device_map(
         for name, device in device_map.items():
             logger.info("Putting %s on %s.", name or type(model).__name__, device)
     _report_unused(units, assignment, budgets)
-    if not offload_buffers:
+    if inventory.buffers and not offload_buffers:
         _warn_of_buffers(join_tied(inventory, Travel(False, alignment=1, whole_embeddings=True)), assignment, budgets)
     return OrderedDict(clean_device_map(device_map) if clean_result else device_map)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -92,11 +92,11 @@ def find_items(model: nn.Module, rule: TensorBytes, no_split_module_classes: str
         name, module = stack.pop()
         is_block = name in blocks
         if is_block or not module._modules:
-            tensors = list(_tensors_below(module, name))
+            tensors = _tensors_below(module, name)
             if tensors:
                 _add(inventory, name, tensors, rule, block=module if is_block else None)
             continue
-        own = list(_own_tensors(module, name))
+        own = _own_tensors(module, name)
         if own:
             _add(inventory, own[0][0], own, rule, entries=tuple(tensor_name for tensor_name, _, _ in own))
         stack += reversed([(_join(name, key), child) for key, child in module._modules.items() if child is not None])
@@ -116,22 +116,28 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _own_tensors(module: nn.Module, name: str) -> Iterator[tuple[str, torch.Tensor, bool | None]]:
+def _own_tensors(module: nn.Module, name: str) -> list[tuple[str, torch.Tensor, bool | None]]:
     """Name, tensor, and for buffers whether they are part of the state dict (None for parameters)."""
-    for key, parameter in module._parameters.items():
-        if parameter is not None:
-            yield _join(name, key), parameter, None
-    for key, buffer in module._buffers.items():
-        if buffer is not None:
-            yield _join(name, key), buffer, key not in module._non_persistent_buffers_set
+    prefix = f"{name}." if name else ""
+    own: list[tuple[str, torch.Tensor, bool | None]] = [
+        (prefix + key, parameter, None) for key, parameter in module._parameters.items() if parameter is not None
+    ]
+    if module._buffers:
+        computed = module._non_persistent_buffers_set
+        own += [(prefix + key, buffer, key not in computed) for key, buffer in module._buffers.items() if buffer is not None]
+    return own
 
 
-def _tensors_below(module: nn.Module, name: str) -> Iterator[tuple[str, torch.Tensor, bool | None]]:
+def _tensors_below(module: nn.Module, name: str) -> list[tuple[str, torch.Tensor, bool | None]]:
+    tensors: list[tuple[str, torch.Tensor, bool | None]] = []
     stack = [(name, module)]
     while stack:
         path, current = stack.pop()
-        yield from _own_tensors(current, path)
-        stack += [(_join(path, key), child) for key, child in current._modules.items() if child is not None]
+        tensors += _own_tensors(current, path)
+        if current._modules:
+            prefix = f"{path}." if path else ""
+            stack += [(prefix + key, child) for key, child in current._modules.items() if child is not None]
+    return tensors
 
 
 def _add(

@@ -237,17 +237,40 @@ def _upper_bound(kinds: Sequence[Kind], capacities: Sequence[int]) -> int:
     if capacities[0] + relief < 0:
         return -1
     values = [kind.value for kind in kinds]
-    return min(total, _alone(kinds, values, 0, [capacities[0] + relief]) + _alone(kinds, values, 1, others))
+    rooms = [capacities[0] + relief, *others]
+    alone = _alone(kinds, values, 0, rooms[:1]) + _alone(kinds, values, 1, others)
+    return min(total, alone, _together(kinds, capacities, rooms))
+
+
+def _together(kinds: Sequence[Kind], capacities: Sequence[int], rooms: Sequence[int]) -> int:
+    """The most that one bin of all the room could hold, of each kind no more than the bins (of `rooms`, at the most) have room for."""
+    weights = [min(kind.first_weight, kind.weight - kind.relief) for kind in kinds]
+    values = [kind.value for kind in kinds]
+    counts = [
+        min(
+            kind.count,
+            sum(room // weight if weight else kind.count for room, weight in zip(rooms, _each(kind, rooms), strict=True) if room >= 0),
+        )
+        for kind in kinds
+    ]
+    return _most(weights, values, counts, [max(0, sum(capacities))])
+
+
+def _each(kind: Kind, rooms: Sequence[int]) -> list[int]:
+    return [kind.weight if position else kind.first_weight for position in range(len(rooms))]
 
 
 def _alone(kinds: Sequence[Kind], values: Sequence[int], position: int, capacities: Sequence[int]) -> int:
     """The most that these bins could hold of `values` if each had all units for itself."""
-    if not any(values) or max(capacities, default=-1) < 0:
+    return _most(_weights(kinds, position), values, [kind.count for kind in kinds], [each for each in capacities if each >= 0])
+
+
+def _most(weights: Sequence[int], values: Sequence[int], counts: Sequence[int], capacities: Sequence[int]) -> int:
+    if not any(values) or not capacities:
         return 0
-    weights = _weights(kinds, position)
-    front = _Frontier(weights, values, [kind.count for kind in kinds], max(capacities))
+    front = _Frontier(weights, values, counts, max(capacities))
     best = max((value / weight for value, weight in zip(values, weights, strict=True) if weight), default=0.0)
-    return sum(front.best_value(each) if front.exact else math.ceil(best * each) for each in capacities if each >= 0)
+    return sum(front.best_value(each) if front.exact else math.ceil(best * each) for each in capacities)
 
 
 def _fill(kinds: Sequence[Kind], capacities: Sequence[int], order: Iterable[int]) -> tuple[int, list[list[int]] | None]:

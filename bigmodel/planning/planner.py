@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ..collecting import without_collecting
 from ..devices import DeviceKey
 from ..errors import PlanError
 from ..protocols import WeightFormat
@@ -31,6 +32,7 @@ from .table import binding_uses, devices_text
 __all__ = ["plan"]
 
 
+@without_collecting()
 def plan(
     model: nn.Module,
     max_memory: Mapping[Any, int | str] | None = None,

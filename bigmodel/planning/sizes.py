@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from ..collecting import without_collecting
 from ..constants import GiB, KiB, MiB
 from ..errors import PlanError
 
@@ -42,6 +43,7 @@ TensorBytes: TypeAlias = Callable[[str, torch.Tensor], int]
 
 _UNIT_BYTES = {"GIB": GiB, "MIB": MiB, "KIB": KiB, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 _SIZE = re.compile(r"\s*(?P<number>\d+(\.\d*)?(e[+-]?\d+)?|\.\d+(e[+-]?\d+)?)\s*(?P<unit>[GMK]i?B)\s*", re.IGNORECASE)
+_PLAIN = (nn.Parameter, torch.Tensor)
 _CUSTOM_BITS = {CustomDtype.FP8: 8, CustomDtype.INT4: 4, CustomDtype.INT2: 2}
 
 
@@ -113,7 +115,7 @@ def tensor_bytes_rule(
     packed = packed_sizes or {}
 
     def rule(name: str, tensor: torch.Tensor) -> int:
-        if nn.parameter.is_lazy(tensor):
+        if type(tensor) not in _PLAIN and nn.parameter.is_lazy(tensor):
             raise PlanError(f"Tensor {name!r} has no shape yet (lazy module). Run one forward, then plan.")
         if name in packed:
             return packed[name]
@@ -127,6 +129,7 @@ def tensor_bytes_rule(
     return rule
 
 
+@without_collecting()
 def compute_module_sizes(
     model: nn.Module,
     dtype: DtypeLike | None = None,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..collecting import without_collecting
 from ..errors import PlanError
 from ..protocols import TensorSpec
 
@@ -33,59 +34,82 @@ def skeleton(specs: Mapping[str, TensorSpec]) -> nn.Module:
     are read by rows are then planned as for the model itself. Everything else is `Recorded`. It has no `forward` that works: it is there
     to be sized and planned.
     """
-    tree: dict[str, Any] = {}
-    branches: dict[str, dict[str, Any]] = {"": tree}
+    with without_collecting():
+        return _Maker().module("", _tree(specs))
+
+
+def _tree(specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
+    """Nested dicts, one a module, with the specs of its tensors."""
+    branches: dict[str, dict[str, Any]] = {"": {}}
+
+    def branch(path: str) -> dict[str, Any] | None:
+        """The dict of the module `path`; None where a tensor has that name, or that of a module above it."""
+        found = branches.get(path)
+        if found is None:
+            parent, _, key = path.rpartition(".")
+            above = branch(parent)
+            below = None if above is None else above.setdefault(key, {})
+            if isinstance(below, dict):
+                found = branches[path] = below
+        return found
+
     for name, spec in specs.items():
         path, _, leaf = name.rpartition(".")
-        branch = branches.get(path)
-        if branch is None:
-            branch, kept = _branch(tree, path)
-            if kept:
-                leaf = ".".join([*kept, leaf])
-            else:
-                branches[path] = branch
-        branch[leaf] = spec
-    return _Maker().module("", tree)
-
-
-def _branch(tree: dict[str, Any], path: str) -> tuple[dict[str, Any], list[str]]:
-    """The dict for the module `path`, and what of the path has to stay in the tensor's name: where "a" and "a.b" are both tensors."""
-    kept: list[str] = []
-    for part in path.split("."):
-        below = tree.setdefault(part, {})
-        if isinstance(below, dict):
-            tree = below
-        else:
-            kept.append(part)
-    return tree, kept
+        holder = branch(path)
+        while holder is None:  # "a" and "a.b" are both tensors: what is left of the longer name stays in one piece
+            path, _, last = path.rpartition(".")
+            leaf = f"{last}.{leaf}"
+            holder = branch(path)
+        if leaf in holder and isinstance(holder[leaf], dict):
+            leaf = f"{leaf}."
+        holder[leaf] = spec
+    return branches[""]
 
 
 class _Maker:
-    """Makes modules without running their `__init__`, which would take most of the time of planning a model of many modules."""
+    """Makes modules without running their `__init__`, which would take most of the time of planning a model of many modules.
+
+    Nobody hooks them, so that they share the empty tables of hooks.
+    """
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
-        self._blank = {key: value for key, value in nn.Module().__dict__.items() if not isinstance(value, dict | set)}
-        self._tables = {key: type(value) for key, value in nn.Module().__dict__.items() if isinstance(value, dict | set)}
+        self._blank = dict(nn.Module().__dict__)
 
     def module(self, name: str, tree: Mapping[str, Any]) -> nn.Module:
-        tensors = {key: below for key, below in tree.items() if not isinstance(below, dict)}
-        children = {key: self.module(key, below) for key, below in tree.items() if isinstance(below, dict)}
-        if children and not tensors and all(map(str.isdigit, children)):
+        tensors: dict[str, TensorSpec] = {}
+        children: dict[str, nn.Module] = {}
+        for key, below in tree.items():
+            if isinstance(below, dict):
+                children[key] = self.module(key, below)
+            else:
+                tensors[key] = below
+        if children and not tensors and "0" in children and all(map(str.isdigit, children)):
             indices = sorted(map(int, children))
             if indices == list(range(len(children))):
-                return nn.ModuleList([children[str(index)] for index in indices])
+                return self._made(nn.ModuleList, {}, {}, {str(index): children[str(index)] for index in indices})
         made, attributes = _kind(name, tensors) if tensors and not children else (Recorded, {})
-        module: nn.Module = made.__new__(made)
-        module.__dict__.update(self._blank)
-        for table, kind in self._tables.items():
-            module.__dict__[table] = kind()
-        module.__dict__.update(attributes)
-        module._modules.update(children)
-        if made is nn.Linear:
-            module._parameters.update(weight=None, bias=None)
+        parameters: dict[str, nn.Parameter | None] = {"weight": None, "bias": None} if made is nn.Linear else {}
         for key, spec in tensors.items():
-            module._parameters[key.replace(".", "_")] = self._parameter(spec)
+            parameters[key.replace(".", "_")] = self._parameter(spec)
+        return self._made(made, attributes, parameters, children)
+
+    def _made(
+        self,
+        kind: type[nn.Module],
+        attributes: Mapping[str, object],
+        parameters: dict[str, nn.Parameter | None],
+        children: dict[str, nn.Module],
+    ) -> nn.Module:
+        module: nn.Module = kind.__new__(kind)
+        module.__dict__ = {
+            **self._blank,
+            **attributes,
+            "_parameters": parameters,
+            "_buffers": {},
+            "_non_persistent_buffers_set": set(),
+            "_modules": children,
+        }
         return module
 
     def _parameter(self, spec: TensorSpec) -> nn.Parameter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
@@ -115,11 +115,12 @@ def solve(
     if resident is not None:
         return Assignment(tuple(resident), compute[0].key, 0, 0, 0, is_optimal=True)
     effort = Effort()
-    best = _best_with(units, compute, stores, Ring.PART, effort, main_holds=main_holds)
+    movers = _movers(units, is_alone=len(compute) == 1)
+    best = _best_with(units, movers, compute, stores, Ring.PART, effort, main_holds=main_holds)
     if best is None or best.slots == 2:
         return best
     for ring in (Ring.TWO_GROUPS, Ring.ONE_GROUP):
-        roomier = _best_with(units, compute, stores, ring, effort, main_holds=main_holds, at_most=best)
+        roomier = _best_with(units, movers, compute, stores, ring, effort, main_holds=main_holds, at_most=best)
         if roomier is not None:
             return replace(roomier, is_optimal=best.is_optimal)
     return best
@@ -136,6 +137,7 @@ class Ring(Enum):
 
 def _best_with(
     units: Sequence[Unit],
+    movers: _Movers,
     compute: Sequence[Tier],
     stores: Sequence[Tier],
     ring: Ring,
@@ -155,13 +157,16 @@ def _best_with(
             continue
         tried.add(limit)
         goal = best or at_most
-        positions, is_proven = _partly_resident(units, limits, main, ring, effort, None if goal is None else goal.moved_bytes)
+        positions, is_proven = _partly_resident(units, movers, limits, main, ring, effort, None if goal is None else goal.moved_bytes)
         is_optimal = is_optimal and is_proven
         if positions is None:
             continue
         found = _finish(units, compute, stores, main, positions)
         if main_holds and found.main not in found.places:
-            continue
+            holding = _holding(units, found, limits[main], {tier.key for tier in compute})
+            if holding is None:
+                continue
+            found = holding
         if (best is None or is_better(found, best, units)) and (at_most is None or not is_better(at_most, found, units)):
             best = found
     return None if best is None else replace(best, is_optimal=is_optimal)
@@ -175,6 +180,21 @@ def is_better(first: Assignment, second: Assignment, units: Sequence[Unit]) -> b
         return len(assignment.unplaced), assignment.main == "cpu", assignment.moved_bytes, from_disk
 
     return cost(first) < cost(second)
+
+
+def _holding(units: Sequence[Unit], found: Assignment, limit_bytes: int, compute: Collection[DeviceKey]) -> Assignment | None:
+    """The same with the smallest unit of another device on the main one, which held only the ring; None if there is no room for any."""
+    is_elsewhere = [place in compute for place in found.places]
+    offloaded = [unit for unit, elsewhere in zip(units, is_elsewhere, strict=True) if not elsewhere]
+    least_bytes = least_ring_bytes(offloaded)
+    room_bytes = limit_bytes - least_bytes - sum(unit.staying_bytes for unit in offloaded)
+    movable = [index for index, elsewhere in enumerate(is_elsewhere) if elsewhere and units[index].total_bytes <= room_bytes]
+    if not movable:
+        return None
+    index = min(movable, key=lambda index: units[index].total_bytes)
+    places = (*found.places[:index], found.main, *found.places[index + 1 :])
+    reserve = min(found.reserve_bytes, least_bytes + room_bytes - units[index].total_bytes)
+    return replace(found, places=places, reserve_bytes=reserve, slots=whole_groups(offloaded, reserve))
 
 
 class _Mover(NamedTuple):
@@ -192,6 +212,34 @@ class _Mover(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class _Movers:
+    """The units that a packing is about."""
+
+    kinds: list[_Mover]
+    members: list[list[int]]
+    """Of each kind the units, by position."""
+    moved_bytes: int
+    staying_bytes: int
+    """What stays on the main device if all units are offloaded, these and all others."""
+
+
+def _movers(units: Sequence[Unit], *, is_alone: bool) -> _Movers:
+    # What moves nothing but has something that stays is worth a place elsewhere for the room that this gives back.
+    movers = [index for index, unit in enumerate(units) if unit.moved_bytes or (not is_alone and unit.staying_bytes)]
+    properties = [
+        (unit.total_bytes - unit.staying_bytes, unit.total_bytes, unit.moved_bytes, unit.part_bytes, unit.slot_bytes)
+        for unit in (units[index] for index in movers)
+    ]
+    found, rows = alike(properties)
+    return _Movers(
+        [_Mover(*kind) for kind in found],
+        [[movers[row] for row in group] for group in rows],
+        sum(unit.moved_bytes for unit in units),
+        sum(unit.staying_bytes for unit in units),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class _Choice:
     """Offload nothing larger than `threshold`, except one unit of the kind `special`."""
 
@@ -201,7 +249,7 @@ class _Choice:
 
 
 def _partly_resident(
-    units: Sequence[Unit], limits: Sequence[int], main: int, ring: Ring, effort: Effort, at_most: int | None
+    units: Sequence[Unit], movers: _Movers, limits: Sequence[int], main: int, ring: Ring, effort: Effort, at_most: int | None
 ) -> tuple[list[int | None] | None, bool]:
     """The device of each unit (None: offloaded) so that the fewest bytes move with this main device and ring, and whether that is proven.
 
@@ -209,18 +257,13 @@ def _partly_resident(
     """
     # What stays of all units is charged to the main device, as though all were offloaded. A unit on the main device costs only the rest
     # there, and one that lives elsewhere gives its share back (`Kind.relief`).
-    main_room = limits[main] - sum(unit.staying_bytes for unit in units)
+    kinds, members, moved_in_all = movers.kinds, movers.members, movers.moved_bytes
+    main_room = limits[main] - movers.staying_bytes
     other_limits = [limit for position, limit in enumerate(limits) if position != main]
-    # What moves nothing but has something that stays is worth a place elsewhere for the room that this gives back.
-    movers = [index for index, unit in enumerate(units) if unit.moved_bytes or (other_limits and unit.staying_bytes)]
-    found, rows = alike([_mover(units[index]) for index in movers])
-    kinds = [_Mover(*kind) for kind in found]
-    members = [[movers[row] for row in group] for group in rows]
-    moved_in_all = sum(units[index].moved_bytes for index in movers)
 
     best_value = -1 if at_most is None else moved_in_all - at_most - 1
     best_counts, bound_value = None, best_value
-    relief = sum(unit.staying_bytes for unit in units) if other_limits else 0
+    relief = movers.staying_bytes if other_limits else 0
     for number, choice in enumerate(_choices(kinds, ring, main_room + relief)):
         if number == SUBPROBLEM_LIMIT:
             bound_value = moved_in_all
@@ -249,10 +292,6 @@ def _partly_resident(
     order = [main, *(position for position in range(len(limits)) if position != main)]
     dealt = deal(best_counts, members, len(units))
     return [None if position is None else order[position] for position in dealt], best_value >= bound_value
-
-
-def _mover(unit: Unit) -> _Mover:
-    return _Mover(unit.stored_bytes, unit.total_bytes, unit.moved_bytes, unit.part_bytes, unit.slot_bytes)
 
 
 def _choices(kinds: Sequence[_Mover], ring: Ring, main_room: int) -> list[_Choice]:

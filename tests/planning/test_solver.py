@@ -255,3 +255,11 @@ def test_faster_store_is_filled_as_far_as_it_goes():
     found = assign([unit(7), unit(5), unit(5), *(unit(1) for _ in range(2))], {0: 7, "cpu": 10, "disk": 100})
     assert sum(size for size, place in zip((7, 5, 5, 1, 1), found.places, strict=True) if place == "cpu") <= 10
     assert "disk" in found.places
+
+
+def test_a_main_device_that_has_to_be_seen_in_the_map_holds_something():
+    units = [unit(50, part=12), unit(10), unit(9), unit(1)]
+    assert assign(units, {0: 13, 1: 20}).places == ("disk", 1, 1, 1)
+    found = assign(units, {0: 13, 1: 20}, main_holds=True)
+    assert (found.main, found.moved_bytes, found.reserve_bytes) == (0, 50, 12)
+    assert found.places == ("disk", 1, 1, 0)
