@@ -7,17 +7,17 @@ and `(batch, …state…)` for convolutions and recurrent layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CacheLayer", "cache_layers", "text_config"]
+from .config_fields import ConfigFields, text_config
+
+__all__ = ["CacheLayer", "cache_layers"]
 
 RECURRENT_ITEM_BYTES = 4
 """Recurrent states are kept in float32, whatever the activations are in."""
-
-_TEXT_CONFIGS = ("text_config", "decoder", "generator", "llm_config", "language_config", "thinker_config")
-"""Where configurations of several models keep that of the language model."""
 
 _NO_CACHE = frozenset({"moe", "mlp", "dummy"})
 _LINEAR = frozenset({"linear_attention", "mamba", "mamba2", "recurrent"})
@@ -41,11 +41,11 @@ class CacheLayer:
     recurrent_width: int = 0
     """Elements of the recurrent state, in float32."""
 
-    def bytes_at_rest(self, batch: int, context: int, item_bytes: int) -> int:
+    def bytes_at_rest(self, batch: int, context: int, item_bytes: float) -> int:
         """Bytes that a cache of fixed size allocates for `batch` sequences of `context` tokens."""
         return self._bytes(batch, context, context if self.window is None else min(self.window, context), item_bytes)
 
-    def bytes_held(self, batch: int, context: int, prompt: int, item_bytes: int) -> int:
+    def bytes_held(self, batch: int, context: int, prompt: int, item_bytes: float) -> int:
         """Bytes that a growing cache holds at most, where forwards take up to `prompt` tokens.
 
         A sliding layer that grows keeps its last tokens as a view of what the last forward brought, so that the whole of that stays.
@@ -53,44 +53,10 @@ class CacheLayer:
         tokens = context if self.window is None else min(self.window - 1 + prompt, context)
         return self._bytes(batch, context, tokens, item_bytes)
 
-    def _bytes(self, batch: int, context: int, tokens: int, item_bytes: int) -> int:
+    def _bytes(self, batch: int, context: int, tokens: int, item_bytes: float) -> int:
         cross_tokens = context if self.cross_tokens is None else self.cross_tokens
         kept = self.token_width * tokens + self.cross_width * cross_tokens + self.conv_width
-        return batch * (kept * item_bytes + self.recurrent_width * RECURRENT_ITEM_BYTES)
-
-
-class _Fields:
-    """Reads a configuration's fields, however it spells them."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
-    def get(self, *names: str) -> Any:
-        """The first of the fields that is there and not None."""
-        for name in names:
-            value = self.config.get(name) if isinstance(self.config, Mapping) else getattr(self.config, name, None)
-            if value is not None:
-                return value
-        return None
-
-    def number(self, *names: str, default: int | None = None) -> int:
-        """A whole number. Raises KeyError where the configuration has none and there is no default."""
-        value = self.get(*names)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if default is None:
-            raise KeyError(names[0])
-        return default
-
-
-def text_config(config: Any) -> Any:
-    """The configuration of the language model in one of several models, or `config` itself."""
-    fields = _Fields(config)
-    for name in _TEXT_CONFIGS:
-        inner = fields.get(name)
-        if isinstance(inner, Mapping) or hasattr(inner, "to_dict"):
-            return text_config(inner)
-    return config
+        return batch * (math.ceil(kept * item_bytes) + self.recurrent_width * RECURRENT_ITEM_BYTES)
 
 
 def cache_layers(config: Any) -> list[CacheLayer] | None:
@@ -98,14 +64,14 @@ def cache_layers(config: Any) -> list[CacheLayer] | None:
 
     Models that keep nothing, as encoders do, are not told from those that decode: the list is what they would keep if they did.
     """
-    fields = _Fields(text_config(config))
+    fields = ConfigFields(text_config(config))
     try:
         return [_layer(fields, kind, index) for index, kind in enumerate(_layer_kinds(fields))]
     except (KeyError, TypeError, ZeroDivisionError):
         return None
 
 
-def _layer_kinds(fields: _Fields) -> list[str]:
+def _layer_kinds(fields: ConfigFields) -> list[str]:
     """The kind of every layer in the words of transformers' `layer_types`."""
     given = fields.get("layer_types", "layers_block_type", "block_types")
     pattern = fields.get("hybrid_override_pattern")
@@ -134,7 +100,7 @@ def _layer_kinds(fields: _Fields) -> list[str]:
 _KIND_NAMES = {"attention": "full_attention", "sliding": "sliding_attention", "global": "full_attention", "local": "sliding_attention"}
 
 
-def _unlisted_kinds(fields: _Fields, count: int) -> list[str]:
+def _unlisted_kinds(fields: ConfigFields, count: int) -> list[str]:
     """The kinds of layers where a configuration gives rules, or nothing, instead of a list."""
     interval = fields.get("full_attention_interval")
     if isinstance(interval, int):
@@ -167,7 +133,7 @@ def _unlisted_kinds(fields: _Fields, count: int) -> list[str]:
     return ["sliding_attention" if index >= first else "full_attention" for index in range(count)]
 
 
-def _layer(fields: _Fields, kind: str, index: int) -> CacheLayer:
+def _layer(fields: ConfigFields, kind: str, index: int) -> CacheLayer:
     if kind in _NO_CACHE:
         return CacheLayer()
     conv_width, recurrent_width = _state(fields, kind) if kind in _LINEAR | _HYBRID | {"conv"} else (0, 0)
@@ -200,7 +166,7 @@ def _per_layer(value: Any, index: int) -> int:
     return value
 
 
-def _token_width(fields: _Fields, kind: str, heads: int, index: int) -> int:
+def _token_width(fields: ConfigFields, kind: str, heads: int, index: int) -> int:
     """Elements of keys and values of one token."""
     latent = fields.get("kv_lora_rank")
     if latent is not None:
@@ -215,7 +181,7 @@ def _token_width(fields: _Fields, kind: str, heads: int, index: int) -> int:
     return 2 * _kv_heads(fields, kind, heads, index) * int(head_dim)
 
 
-def _kv_heads(fields: _Fields, kind: str, heads: int, index: int) -> int:
+def _kv_heads(fields: ConfigFields, kind: str, heads: int, index: int) -> int:
     if kind == "full_attention":
         of_global = fields.get("num_global_key_value_heads")
         if isinstance(of_global, int):
@@ -225,11 +191,11 @@ def _kv_heads(fields: _Fields, kind: str, heads: int, index: int) -> int:
     inner = fields.get("attn_config")
     grouped = fields.get("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
     if grouped is None and inner is not None:
-        grouped = _Fields(inner).get("kv_n_heads")
+        grouped = ConfigFields(inner).get("kv_n_heads")
     return heads if grouped is None else _per_layer(grouped, index)
 
 
-def _state(fields: _Fields, kind: str) -> tuple[int, int]:
+def _state(fields: ConfigFields, kind: str) -> tuple[int, int]:
     """Elements of the states of a convolution and of a recurrence."""
     hidden = fields.number("hidden_size", "d_model")
     if kind == "conv":

@@ -22,7 +22,7 @@ class SharedWork:
         self._inventories: dict[tuple[DtypeLike | None, str], Inventory] = {}
         self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
         """Every distinct tensor with its first name, once the model has been walked over."""
-        self._needs: dict[tuple[DtypeLike | None, Workload], Needs] = {}
+        self._needs: dict[tuple[DtypeLike | None, Workload, bool], Needs] = {}
         self._facts: ModelFacts | None = None
 
     def inventory(self, request: Request) -> Inventory:
@@ -48,9 +48,10 @@ class SharedWork:
 
     def needs(self, request: Request) -> Needs:
         """What the run needs beside weights."""
-        key = (request.dtype, request.workload)
+        on_accelerator = any(budget > 0 for key, budget in request.budgets.items() if key not in ("cpu", "disk"))
+        key = (request.dtype, request.workload, on_accelerator)
         if key not in self._needs:
-            self._needs[key] = needs_of(request.model, request.workload, request.dtype)
+            self._needs[key] = needs_of(request.model, request.workload, request.dtype, on_accelerator=on_accelerator)
         return self._needs[key]
 
     def facts(self, request: Request) -> ModelFacts:

@@ -71,7 +71,7 @@ def convert_file_size_to_int(size: int | str) -> int:
     return total_bytes // 8 if is_bits else total_bytes
 
 
-def _as_dtype(dtype: object) -> torch.dtype | CustomDtype:
+def as_dtype(dtype: object) -> torch.dtype | CustomDtype:
     if isinstance(dtype, torch.dtype | CustomDtype):
         return dtype
     if isinstance(dtype, str):
@@ -85,7 +85,7 @@ def _as_dtype(dtype: object) -> torch.dtype | CustomDtype:
 
 
 def _element_bits(dtype: DtypeLike) -> int:
-    known = _as_dtype(dtype)
+    known = as_dtype(dtype)
     return _CUSTOM_BITS[known] if isinstance(known, CustomDtype) else 8 * known.itemsize
 
 

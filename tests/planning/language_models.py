@@ -93,15 +93,11 @@ CONFIGS: dict[str, Callable[[], tuple[str, Any]]] = {
     "mamba": lambda: ("MambaForCausalLM", transformers.MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=4)),
     "mamba2": lambda: (
         "Mamba2ForCausalLM",
-        transformers.Mamba2Config(
-            vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=4, num_heads=8, head_dim=8, n_groups=2
-        ),
+        transformers.Mamba2Config(vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=4, num_heads=8, head_dim=8, n_groups=2),
     ),
     "jamba": lambda: (
         "JambaForCausalLM",
-        transformers.JambaConfig(
-            **TEXT, attn_layer_period=2, attn_layer_offset=1, num_experts=4, mamba_d_state=4, use_mamba_kernels=False
-        ),
+        transformers.JambaConfig(**TEXT, attn_layer_period=2, attn_layer_offset=1, num_experts=4, mamba_d_state=4, use_mamba_kernels=False),
     ),
     "bamba": lambda: ("BambaForCausalLM", transformers.BambaConfig(**TEXT, **MAMBA_HEADS, attn_layer_indices=[1], mamba_n_groups=1)),
     "falcon_h1": lambda: ("FalconH1ForCausalLM", transformers.FalconH1Config(**TEXT, **MAMBA_HEADS, mamba_d_ssm=64)),
@@ -142,7 +138,12 @@ CONFIGS: dict[str, Callable[[], tuple[str, Any]]] = {
     "whisper": lambda: (
         "WhisperForConditionalGeneration",
         transformers.WhisperConfig(
-            **ENCODER_DECODER, num_mel_bins=8, max_source_positions=20, max_target_positions=128, suppress_tokens=[], begin_suppress_tokens=[]
+            **ENCODER_DECODER,
+            num_mel_bins=8,
+            max_source_positions=20,
+            max_target_positions=128,
+            suppress_tokens=[],
+            begin_suppress_tokens=[],
         ),
     ),
 }

@@ -50,7 +50,9 @@ def test_growing_caches_never_hold_more_than_planned_while_tokens_come(name: str
 
 
 @pytest.mark.parametrize("context", [4, 40])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3", "llama4", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "gemma2", "gemma3", "llama4", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2"]
+)
 @torch.no_grad()
 def test_static_caches_allocate_what_is_planned(name: str, context: int) -> None:
     model = make(name, torch.bfloat16)
