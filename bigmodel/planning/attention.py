@@ -52,7 +52,7 @@ class AttentionAs(TorchFunctionMode):
             )[0]
             return attended
         *lead, heads, rows, _ = query.shape
-        tiles = query.new_empty(_tile_bytes(rows, key.shape[-2], query.shape[-1]), dtype=torch.uint8)
+        tiles = query.new_empty(_tile_bytes(rows, key.shape[-2], query), dtype=torch.uint8)
         found = query.new_empty(*lead, rows, heads, value.shape[-1]).transpose(-3, -2)
         sums = query.new_empty(*lead, heads, rows, dtype=torch.float32)
         del additive, tiles, sums
@@ -83,8 +83,10 @@ class AttentionAs(TorchFunctionMode):
             return bool(choose(there(query), there(key), there(value), masked, dropout, causal, **options) != MATH)
 
 
-def _tile_bytes(rows: int, keys: int, head_dim: int) -> int:
-    """What PyTorch's kernel for CPUs (`cpu_flash_attention`) takes: for each thread a tile of scores, sums and a tile of the result."""
+def _tile_bytes(rows: int, keys: int, query: torch.Tensor) -> int:
+    """What PyTorch's kernel for CPUs (`cpu_flash_attention`) takes for each thread: scores, sums and results in float32, scores once more."""
     tile_rows = min(rows, 256 if rows >= 768 else 64 if rows >= 192 else 32)
     tile_keys = min(keys, 512)
-    return torch.get_num_threads() * 4 * tile_rows * (2 * tile_keys + 2 + head_dim)
+    in_float32 = tile_rows * (tile_keys + 2 + query.shape[-1])
+    reduced_bytes = query.element_size() * tile_rows * tile_keys if query.element_size() < 4 else 0
+    return torch.get_num_threads() * (4 * in_float32 + reduced_bytes)

@@ -29,6 +29,9 @@ SAMPLING_ITEM_BYTES = 28
 """What picking the next token takes for each entry of the vocabulary: float32 logits, sorted ones with their int64 indices, probabilities,
 their cumulative sum, and a copy on the way (transformers' `generate` with `do_sample` and `top_p`)."""
 
+COPIES_OF_IDS = 3
+"""Of token ids and their mask and positions, that `generate` holds beside those that the forward is given."""
+
 
 class DryRunError(Exception):
     """The model's code cannot be run on shapes alone; the message says why."""
@@ -152,6 +155,8 @@ class _Run:
         del logits
         kept = recorder.alive() if caches else set()
         inputs_bytes = sum(rounded(tensor.nbytes) for tensor in known)
+        if caches:
+            inputs_bytes += COPIES_OF_IDS * max((rounded(tensor.nbytes) for tensor in known if not tensor.is_floating_point()), default=0)
         return self._result(recorder, kinds, kept, end, head, sampled, logits_bytes, inputs_bytes)
 
     def _watch(self, recorder: LiveBytes) -> list[Any]:
@@ -218,14 +223,16 @@ class _Run:
             kinds, [name for _, name in recorder.marks], live_at_marks
         )
         extra = {owner: peak - workspace_bytes for owner, peak in peaks.items() if owner and owner not in self.blocks}
-        left = dict.fromkeys(self.blocks.values(), 0)
+        left, padded = dict.fromkeys(self.blocks.values(), 0), dict.fromkeys(self.blocks.values(), 0)
         for number in kept:
             block = self.blocks.get(recorder.owners[number])
             if block is not None:
                 left[block] += recorder.sizes[number]
+                padded[block] += rounded(recorder.sizes[number])
         by_kind = {name: max(left.get(name, 0) for name in kind.names) for kind in kinds for name in kind.names}
+        rounding_bytes = sum(max(padded.get(name, 0) - left.get(name, 0) for name in kind.names) * len(kind.names) for kind in kinds)
         return DryRun(
-            workspace_bytes,
+            workspace_bytes + rounding_bytes,
             {owner: peak for owner, peak in extra.items() if peak > 0},
             {name: nbytes for name, nbytes in by_kind.items() if nbytes},
             logits_bytes,
@@ -265,8 +272,16 @@ def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.long)
 
 
+def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """In the steps of its kernel, which are not seen from outside."""
+    weights = torch.softmax(scores, dim, dtype)
+    masked = scores.eq(float("-inf"))
+    return weights.masked_fill_(masked.all(dim, keepdim=True), 0.0)
+
+
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._local_scalar_dense.default: lambda tensor: False if tensor.dtype == torch.bool else 0,
     torch.ops.aten.nonzero.default: _nonzero,
     torch.ops.aten._grouped_mm.default: _grouped_mm,
+    torch.ops.aten._safe_softmax.default: _safe_softmax,
 }

@@ -29,7 +29,7 @@ class LiveBytes(TorchDispatchMode):
     """Within a with block, records every storage that is allocated and when it is freed, and who asked for it.
 
     `owner()` names whoever runs at the moment. Storages of `known` tensors (weights, inputs) do not count. `answers` are called in place of
-    operations that need data. Raises `TooManyOperations` at operation number `limit`.
+    operations that need data, or allocate what cannot be seen. Raises `TooManyOperations` at operation number `limit`.
     """
 
     def __init__(
@@ -58,7 +58,12 @@ class LiveBytes(TorchDispatchMode):
         self.operations += 1
         if self.operations == self.limit:
             raise TooManyOperations
-        result = self.answers.get(func, func)(*args, **(kwargs or {}))
+        answer = self.answers.get(func)
+        if answer is None:
+            result = func(*args, **(kwargs or {}))
+        else:
+            with self:  # what it allocates on the way counts too
+                result = answer(*args, **(kwargs or {}))
         for value in [result] if isinstance(result, torch.Tensor) else tree_iter(result):
             if isinstance(value, torch.Tensor):
                 self._add(value.untyped_storage())

@@ -107,7 +107,7 @@ def needs_of(model: nn.Module, workload: Workload, dtype: DtypeLike | None = Non
         run = estimate
         notes.append(f"Activations are estimated by formula: the model's code cannot be followed ({error}).")
     state_bytes, unplaced_bytes = _cache(model, workload, compute_dtype, run, notes)
-    workspace_bytes = run.workspace_bytes + unplaced_bytes
+    workspace_bytes = run.workspace_bytes + unplaced_bytes + _rounding_bytes(model, None if dtype is None else compute_dtype)
     for name, nbytes in run.extra_bytes.items():
         if any(True for _ in model.get_submodule(name).parameters()):
             state_bytes[name] = state_bytes.get(name, 0) + nbytes
@@ -129,6 +129,15 @@ def _compute_dtype(model: nn.Module, dtype: DtypeLike | None) -> torch.dtype:
         known = as_dtype(dtype)
         found = known if isinstance(known, torch.dtype) else torch.bfloat16
     return found if found.is_floating_point and found.itemsize > 1 else torch.bfloat16
+
+
+def _rounding_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
+    """What allocators take for all weights beyond their bytes; no device takes more, whatever it holds."""
+    tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    sizes = (
+        tensor.numel() * (dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype).itemsize for tensor in tensors.values()
+    )
+    return sum(rounded(nbytes) - nbytes for nbytes in sizes)
 
 
 def _cache(model: nn.Module, workload: Workload, dtype: torch.dtype, run: DryRun, notes: list[str]) -> tuple[dict[str, int], int]:
