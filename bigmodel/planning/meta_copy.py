@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+
+_LEFT_OUT = object()
+"""Stands in a copy for what is taken out of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class _WithoutData(TorchFunctionMode):
 
 
 def meta_copy(model: nn.Module, dtype: torch.dtype | None, keep: Mapping[str, Sequence[int]]) -> nn.Module:
-    """A copy of `model` on meta, in evaluation mode and without hooks, that shares nothing with it. No data is read.
+    """A copy of `model` on meta, in evaluation mode and without hooks or dispatch, that shares nothing with it. No data is read.
 
     Floating parameters and persistent buffers have `dtype`, if one is given. Of the lists of layers that `keep` names only these layers
     are left, in order; their `layer_idx` and the configuration's lists are those of a model that has no others.
@@ -117,14 +121,25 @@ def meta_copy(model: nn.Module, dtype: torch.dtype | None, keep: Mapping[str, Se
                 memo[id(buffer)] = _empty(buffer, None if (f"{path}.{name}" if path else name) in computed else dtype)
         for hooks in _HOOKS:
             memo[id(module.__dict__[hooks])] = OrderedDict()
+        memo.update((id(value), _LEFT_OUT) for name, value in module.__dict__.items() if _is_of_a_dispatch(module, name, value))
     for path, indices in keep.items():
         layers = model.get_submodule(path)
         memo.update((id(layer), nn.Identity()) for index, layer in enumerate(layers.children()) if index not in set(indices))
     with _WithoutData():
         copied: nn.Module = copy.deepcopy(model, memo)
+    for module in copied.modules():
+        for name in [name for name, value in module.__dict__.items() if value is _LEFT_OUT]:
+            del module.__dict__[name]
     for path, indices in keep.items():
         _cut(copied, path, indices)
     return copied.eval()
+
+
+def _is_of_a_dispatch(module: nn.Module, name: str, value: object) -> bool:
+    """Whether the attribute is what a dispatch put on a module: a hook (`_hf_hook`, as libraries agree), and methods in place of its own."""
+    if "_hf_hook" not in module.__dict__ or value is None:
+        return False
+    return name in ("_hf_hook", "_old_forward") or name.startswith("_bigmodel_") or isinstance(value, functools.partial)
 
 
 def _empty(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
