@@ -28,12 +28,14 @@ def estimated_activations(config: Any, batch: int, tokens: int, item_bytes: int,
 
     With `T = batch × tokens`, `h` the hidden size, all in the dtype of the activations unless said otherwise:
 
-    - around a block: residual, normed input and output, `3 × T × h`, and two copies of the hidden states in float32 for the norm;
+    - around a block: residuals, normed input and output, `5 × T × h`, and two copies of the hidden states in float32 for the norm;
     - attention: queries, keys and values twice (before and after rotation), keys and values once more for all heads where they are grouped
-      and the batch has padding, the output, and the mask `batch × tokens²` (1 byte and once as numbers) where there is padding or
-      attention is eager; eager attention writes scores `batch × heads × tokens²` out twice, and once in float32;
+      and there is a mask, the output; the mask `batch × tokens²` (1 byte and once as numbers) where there is padding (a batch), a
+      window, or attention is eager; eager attention writes scores `batch × heads × tokens²` out three times, and once in float32;
     - feed-forward: gate, up, their product: `3 × T × intermediate`; with experts as many as each token takes, their inputs and outputs, and
       the shared ones.
+
+    It is made for decoders of attention and feed-forward blocks; recurrences and relative positions take more.
     """
     fields = ConfigFields(text_config(config))
     hidden = fields.get("hidden_size", "n_embd", "d_model", "n_embed")
@@ -41,7 +43,7 @@ def estimated_activations(config: Any, batch: int, tokens: int, item_bytes: int,
     if not isinstance(hidden, int) or not isinstance(heads, int):
         return None
     rows = batch * tokens
-    around_bytes = rows * hidden * (3 * item_bytes + 2 * 4)
+    around_bytes = rows * hidden * (5 * item_bytes + 2 * 4)
     vocabulary = fields.number("vocab_size", default=0)
     logits_rows = batch if last_logits else rows
     attention_bytes = _attention(fields, batch, tokens, hidden, heads, item_bytes)
@@ -62,13 +64,13 @@ def _attention(fields: ConfigFields, batch: int, tokens: int, hidden: int, heads
         grouped = 1 if fields.get("multi_query") else fields.get("num_key_value_heads", "num_kv_heads", "n_head_kv") or heads
         query_width, kv_width = heads * head_dim, 2 * (grouped if isinstance(grouped, int) else heads) * head_dim
     eager = fields.get("_attn_implementation", "attn_implementation") == "eager"
-    padded = batch > 1 or eager
-    repeated = 2 * query_width if padded and kv_width < 2 * query_width else 0
+    masked = batch > 1 or eager or fields.get("sliding_window", "attention_chunk_size") is not None
+    repeated = 2 * query_width if masked and kv_width < 2 * query_width else 0
     nbytes = rows * (3 * query_width + 2 * kv_width + repeated) * item_bytes
-    if padded:
+    if masked:
         nbytes += pairs * (1 + item_bytes)
     if eager:
-        nbytes += pairs * heads * (2 * item_bytes + 4)
+        nbytes += pairs * heads * (3 * item_bytes + 4)
     return int(nbytes)
 
 

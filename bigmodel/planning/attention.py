@@ -84,7 +84,7 @@ class AttentionAs(TorchFunctionMode):
 
 
 def _tile_bytes(rows: int, keys: int, query: torch.Tensor) -> int:
-    """What PyTorch's kernel for CPUs (`cpu_flash_attention`) takes for each thread: scores, sums and results in float32, scores once more."""
+    """What PyTorch's kernel for CPUs (`cpu_flash_attention`) takes: scores, sums and results in float32 for each thread, scores twice."""
     tile_rows = min(rows, 256 if rows >= 768 else 64 if rows >= 192 else 32)
     tile_keys = min(keys, 512)
     in_float32 = tile_rows * (tile_keys + 2 + query.shape[-1])

@@ -1,6 +1,6 @@
 """What a forward needs beside weights, measured by running the model's own code on shapes alone.
 
-A copy of the model on meta, cut down to two layers of each kind, runs once; every allocation is recorded with the module that made it. No
+A copy of the model on meta, cut down to three layers of each kind, runs once; every allocation is recorded with the module that made it. No
 weight is read, no memory is taken, and the model itself is not touched.
 """
 
@@ -71,10 +71,12 @@ def dry_run(
 
     Raises `DryRunError` where the code does not run on meta tensors.
     """
+    if type(model).forward is nn.Module.forward:
+        raise DryRunError("it has no forward")
     kinds = layer_kinds(model)
     keep: dict[str, list[int]] = {}
     for kind in kinds:
-        keep[kind.path] = sorted([*keep.get(kind.path, []), *kind.indices[:2]])
+        keep[kind.path] = sorted([*keep.get(kind.path, []), *kind.indices[:3]])
     whole = {path: sorted(index for kind in kinds if kind.path == path for index in kind.indices) for path in keep}
 
     def measured(layers: Mapping[str, Sequence[int]], tokens: int) -> DryRun:
@@ -241,16 +243,16 @@ class _Run:
     def _growth(self, kinds: Sequence[Kind], entered: Sequence[str], live: Sequence[int]) -> int:
         """What the layers that are not in the copy would add to what is alive, if each leaves behind what the second of its kind does.
 
-        `live` is what was alive when each of `entered` was.
+        `live` is what was alive when each of `entered` was. (Before the second layer, the model may hold its inputs beside them.)
         """
         copies = {original: name for name, original in self.blocks.items()}
+        at = {name: position for position, name in reversed(list(enumerate(entered[: len(live)])))}
         total_bytes = 0
         for kind in kinds:
             missing = sum(name not in copies for name in kind.names)
-            if missing and len(kind.indices) > 1:
-                second = entered.index(copies[kind.names[1]]) if copies.get(kind.names[1]) in entered else len(live)
-                if second + 1 < len(live):
-                    total_bytes += missing * max(0, live[second + 1] - live[second])
+            second, third = (at.get(copies.get(name, "")) for name in kind.names[1:3]) if missing else (None, None)
+            if second is not None and third is not None:
+                total_bytes += missing * max(0, live[third] - live[second])
         return total_bytes
 
 

@@ -211,10 +211,12 @@ def _state_by_item(inventory: Inventory, state_bytes: Mapping[str, int]) -> dict
     state: dict[str, int] = {}
     for module, nbytes in state_bytes.items():
         name = module
-        while name not in names:
-            if not name:
-                raise PlanError(f"State of the run is given for module {module!r}, which holds no weights and is part of no block.")
+        while name and name not in names:
             name = name.rpartition(".")[0]
+        if name not in names:  # blocks that are smaller than the module: it runs where they do
+            name = next((item.name for item in inventory.items if item.name.startswith(f"{module}.")), "")
+        if name not in names:
+            raise PlanError(f"State of the run is given for module {module!r}, which holds no weights and is part of no block.")
         state[name] = state.get(name, 0) + nbytes
     return state
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-__all__ = ["LiveBytes", "TooManyOperations", "rounded"]
+__all__ = ["ALLOCATION_UNIT_BYTES", "LiveBytes", "TooManyOperations", "rounded"]
 
 ALLOCATION_UNIT_BYTES = 512
 """Allocators of accelerators hand out multiples of this (torch.cuda's caching allocator: `kMinBlockSize`)."""

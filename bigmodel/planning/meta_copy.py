@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..modules import find_blocks, get_non_persistent_buffers
+from ..modules import find_blocks
 
 __all__ = ["Kind", "layer_kinds", "meta_copy"]
 
@@ -111,20 +111,24 @@ def meta_copy(model: nn.Module, dtype: torch.dtype | None, keep: Mapping[str, Se
     are left, in order; their `layer_idx` and the configuration's lists are those of a model that has no others.
     """
     memo: dict[int, Any] = {}
-    computed = get_non_persistent_buffers(model, recurse=True, fqns=True)
-    for path, module in model.named_modules():
+    for path, indices in keep.items():
+        layers = model.get_submodule(path)
+        memo.update((id(layer), nn.Identity()) for index, layer in enumerate(layers.children()) if index not in set(indices))
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if id(module) in memo:
+            continue
         for parameter in module._parameters.values():
             if parameter is not None and id(parameter) not in memo:
                 memo[id(parameter)] = nn.Parameter(_empty(parameter, dtype), requires_grad=False)
         for name, buffer in module._buffers.items():
             if buffer is not None and id(buffer) not in memo:
-                memo[id(buffer)] = _empty(buffer, None if (f"{path}.{name}" if path else name) in computed else dtype)
+                memo[id(buffer)] = _empty(buffer, None if name in module._non_persistent_buffers_set else dtype)
         for hooks in _HOOKS:
             memo[id(module.__dict__[hooks])] = OrderedDict()
         memo.update((id(value), _LEFT_OUT) for name, value in module.__dict__.items() if _is_of_a_dispatch(module, name, value))
-    for path, indices in keep.items():
-        layers = model.get_submodule(path)
-        memo.update((id(layer), nn.Identity()) for index, layer in enumerate(layers.children()) if index not in set(indices))
+        stack += [child for child in module._modules.values() if child is not None]
     with _WithoutData():
         copied: nn.Module = copy.deepcopy(model, memo)
     for module in copied.modules():
@@ -136,7 +140,7 @@ def meta_copy(model: nn.Module, dtype: torch.dtype | None, keep: Mapping[str, Se
 
 
 def _is_of_a_dispatch(module: nn.Module, name: str, value: object) -> bool:
-    """Whether the attribute is what a dispatch put on a module: a hook (`_hf_hook`, as libraries agree), and methods in place of its own."""
+    """Whether the attribute is what a dispatch put on a module: a hook (`_hf_hook`, as libraries agree), methods in place of its own."""
     if "_hf_hook" not in module.__dict__ or value is None:
         return False
     return name in ("_hf_hook", "_old_forward") or name.startswith("_bigmodel_") or isinstance(value, functools.partial)

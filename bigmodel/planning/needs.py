@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,13 +12,12 @@ from torch import nn
 
 from ..devices import accelerators
 from ..errors import PlanError
-from ..modules import find_blocks
 from ..text import bytes_text
 from .activations import estimated_activations
 from .config_fields import ConfigFields
 from .dry_run import SAMPLING_ITEM_BYTES, DryRun, DryRunError, dry_run
 from .kv_cache import CacheLayer, cache_layers
-from .live_bytes import rounded
+from .live_bytes import ALLOCATION_UNIT_BYTES, rounded
 from .sizes import DtypeLike, as_dtype, dtype_byte_size
 
 __all__ = ["Needs", "Workload", "needs_of"]
@@ -101,11 +100,9 @@ def needs_of(model: nn.Module, workload: Workload, dtype: DtypeLike | None = Non
         notes += run.notes
     except DryRunError as error:
         estimate = _estimated(model, workload, compute_dtype)
-        if estimate is None:
-            reason = f"{type(model).__name__} cannot be followed ({error}) and has no configuration that tells"
-            return Needs(notes=(f"Nothing is reserved for the run: {reason}.",))
-        run = estimate
-        notes.append(f"Activations are estimated by formula: the model's code cannot be followed ({error}).")
+        run = estimate or DryRun(0, kept_bytes=None)
+        what = "Nothing is reserved for activations" if estimate is None else "Activations are estimated by formula"
+        notes.append(f"{what}: the model's code cannot be followed ({error}).")
     state_bytes, unplaced_bytes = _cache(model, workload, compute_dtype, run, notes)
     workspace_bytes = run.workspace_bytes + unplaced_bytes + _rounding_bytes(model, None if dtype is None else compute_dtype)
     for name, nbytes in run.extra_bytes.items():
@@ -133,11 +130,26 @@ def _compute_dtype(model: nn.Module, dtype: DtypeLike | None) -> torch.dtype:
 
 def _rounding_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
     """What allocators take for all weights beyond their bytes; no device takes more, whatever it holds."""
-    tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    sizes = (
-        tensor.numel() * (dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype).itemsize for tensor in tensors.values()
-    )
-    return sum(rounded(nbytes) - nbytes for nbytes in sizes)
+    total_bytes, seen, stack = 0, set[int](), [model]
+    while stack:
+        module = stack.pop()
+        stack += [child for child in module._modules.values() if child is not None]
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+                total_bytes += -(tensor.numel() * kept.itemsize) % ALLOCATION_UNIT_BYTES
+    return total_bytes
+
+
+def _around_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules, in order, with their names, the outermost lists among them but not what these hold."""
+    stack = [("", model)]
+    while stack:
+        name, module = stack.pop()
+        yield name, module
+        if not isinstance(module, nn.ModuleList):
+            stack += [(f"{name}.{key}" if name else key, child) for key, child in reversed(module._modules.items()) if child is not None]
 
 
 def _cache(model: nn.Module, workload: Workload, dtype: torch.dtype, run: DryRun, notes: list[str]) -> tuple[dict[str, int], int]:
@@ -169,19 +181,16 @@ def _makes_no_text(config: Any) -> bool:
 
 
 def _layer_names(model: nn.Module, layers: list[CacheLayer]) -> list[str] | None:
-    """The blocks that the layers are: of the lists of that length the decoder's, or the one with the most bytes."""
-    lists: dict[str, list[str]] = {}
-    for block in find_blocks(model):
-        lists.setdefault(block.rpartition(".")[0], []).append(block)
-    fitting = {path: blocks for path, blocks in lists.items() if len(blocks) >= len(layers)}
-    if not fitting:
+    """The modules that the layers are: of the lists of that length or more the decoder's, else the one whose layers hold most."""
+    found: dict[str, tuple[bool, bool, int]] = {}
+    for name, module in _around_layers(model):
+        if isinstance(module, nn.ModuleList) and len(module) >= len(layers):
+            elements = sum(tensor.numel() for tensor in module[-1].parameters())
+            found[name] = ("decoder" in name.split("."), len(module) == len(layers), elements)
+    if not found:
         return None
-
-    def rank(path: str) -> tuple[bool, bool, int]:
-        parameters = sum(tensor.numel() for tensor in model.get_submodule(path).parameters())
-        return "decoder" in path.split("."), len(fitting[path]) == len(layers), parameters
-
-    return fitting[max(fitting, key=rank)][: len(layers)]
+    path = max(found, key=lambda name: found[name])
+    return [f"{path}.{index}" for index in range(len(layers))]
 
 
 def _estimated(model: nn.Module, workload: Workload, dtype: torch.dtype) -> DryRun | None:
@@ -204,7 +213,7 @@ def _estimated(model: nn.Module, workload: Workload, dtype: torch.dtype) -> DryR
 def _head(model: nn.Module, vocabulary: int) -> str | None:
     """The last module that holds a matrix with a row for each entry of the vocabulary."""
     last = None
-    for name, module in model.named_modules():
+    for name, module in _around_layers(model):
         if any(tensor is not None and tensor.dim() == 2 and tensor.shape[0] == vocabulary for tensor in module._parameters.values()):
             last = name
     return last

@@ -75,7 +75,10 @@ CONFIGS: dict[str, Callable[[], tuple[str, Any]]] = {
             **TEXT | {"num_hidden_layers": 7}, head_dim=8, sliding_window=6, query_pre_attn_scalar=8, sliding_window_pattern=3
         ),
     ),
-    "gemma3n": lambda: ("Gemma3nForCausalLM", transformers.Gemma3nTextConfig(**TEXT, head_dim=8, num_kv_shared_layers=2, vocab_size_per_layer_input=VOCABULARY)),
+    "gemma3n": lambda: (
+        "Gemma3nForCausalLM",
+        transformers.Gemma3nTextConfig(**TEXT, head_dim=8, num_kv_shared_layers=2, vocab_size_per_layer_input=VOCABULARY),
+    ),
     "llama4": lambda: (
         "Llama4ForCausalLM",
         transformers.Llama4TextConfig(**TEXT, head_dim=8, attention_chunk_size=6, num_local_experts=2, intermediate_size_mlp=48),
