@@ -1,7 +1,7 @@
 """What a forward needs beside weights, measured by running the model's own code on shapes alone.
 
-A copy of the model on meta, cut down to three layers of each kind, runs once; every allocation is recorded with the module that made it. No
-weight is read, no memory is taken, and the model itself is not touched.
+A copy of the model on meta, language models cut down to three layers of each kind, runs once; every allocation is recorded with the
+module that made it. No weight is read, no memory is taken, and the model itself is not touched.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from .attention import AttentionAs
 from .example_inputs import InputsUnknown, inputs_for
 from .live_bytes import LiveBytes, TooManyOperations, rounded
 from .meta_copy import Kind, layer_kinds, meta_copy
+from .skeleton import Recorded
 
 __all__ = ["DryRun", "DryRunError", "dry_run"]
 
@@ -71,35 +72,44 @@ def dry_run(
 
     Raises `DryRunError` where the code does not run on meta tensors.
     """
-    if type(model).forward is nn.Module.forward:
-        raise DryRunError("it has no forward")
+    if isinstance(model, Recorded) or type(model).forward is nn.Module.forward:
+        raise DryRunError("only names and shapes are known")
     kinds = layer_kinds(model)
-    keep: dict[str, list[int]] = {}
-    for kind in kinds:
-        keep[kind.path] = sorted([*keep.get(kind.path, []), *kind.indices[:3]])
-    whole = {path: sorted(index for kind in kinds if kind.path == path for index in kind.indices) for path in keep}
+    few = _layers(kinds, 3)
+    whole = _layers(kinds, None)
 
     def measured(layers: Mapping[str, Sequence[int]], tokens: int) -> DryRun:
         run = _Run(meta_copy(model, dtype, layers), layers, AttentionAs(device))
         arguments, keywords = inputs_for(run.model, batch, tokens, last_logits=last_logits, example=example_inputs)
         return run.measure(arguments, keywords, kinds, batch)
 
+    # Plain models are not known to treat their layers alike, so all are run.
+    first, second = (few, whole) if example_inputs is None else (whole, few)
     # The code of a model may fail on meta in any way; what it says is told.
     try:
-        return measured(keep, tokens)
+        return measured(first, tokens)
     except InputsUnknown as error:
         raise DryRunError(str(error)) from error
-    except TooManyOperations:
-        if example_inputs is not None or tokens <= SHORT_TOKENS:
-            raise DryRunError("it takes too many operations") from None
-        return _scaled(lambda: measured(keep, SHORT_TOKENS), -(-tokens // SHORT_TOKENS))
-    except Exception as first:
-        if whole == keep:
-            raise DryRunError(_reason(first)) from first
+    except TooManyOperations as error:
+        if example_inputs is None and tokens > SHORT_TOKENS:
+            return _scaled(lambda: measured(few, SHORT_TOKENS), -(-tokens // SHORT_TOKENS))
+        if first == second:
+            raise DryRunError(_reason(error)) from error
+    except Exception as error:
+        if first == second:
+            raise DryRunError(_reason(error)) from error
     try:
-        return measured(whole, tokens)  # code that goes by the number of a layer
+        return measured(second, tokens)  # all layers also for code that goes by their number
     except Exception as error:
         raise DryRunError(_reason(error)) from error
+
+
+def _layers(kinds: Sequence[Kind], most: int | None) -> dict[str, list[int]]:
+    """Of every list up to `most` layers of each kind."""
+    layers: dict[str, list[int]] = {}
+    for kind in kinds:
+        layers[kind.path] = sorted([*layers.get(kind.path, []), *kind.indices[:most]])
+    return layers
 
 
 def _reason(error: Exception) -> str:

@@ -57,7 +57,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         self.operations += 1
         if self.operations == self.limit:
-            raise TooManyOperations
+            raise TooManyOperations(f"it takes more than {self.limit:,} operations")
         answer = self.answers.get(func)
         if answer is None:
             result = func(*args, **(kwargs or {}))

@@ -53,12 +53,13 @@ def layer_kinds(model: nn.Module) -> list[Kind]:
     """The layers of all lists of blocks in `model`, sorted into kinds; none where it has no such lists."""
     blocks = set(find_blocks(model))
     kinds: list[Kind] = []
+    configs = _configs(model)
     for path in dict.fromkeys(block.rpartition(".")[0] for block in blocks):
         layers = model.get_submodule(path)
         if not isinstance(layers, nn.ModuleList) or any(f"{path}.{key}" not in blocks for key in layers._modules):
             continue
         groups: dict[tuple[object, ...], list[int]] = {}
-        listed = [values for config in _configs(model) for values in _lists(config, len(layers)).values()]
+        listed = [values for config in configs for values in _lists(config, len(layers)).values()]
         for index, layer in enumerate(layers):
             signature = (type(layer), *_shapes(layer), *(repr(values[index]) for values in listed))
             groups.setdefault(signature, []).append(index)
@@ -134,8 +135,9 @@ def meta_copy(model: nn.Module, dtype: torch.dtype | None, keep: Mapping[str, Se
     for module in copied.modules():
         for name in [name for name, value in module.__dict__.items() if value is _LEFT_OUT]:
             del module.__dict__[name]
+    configs = _configs(copied)
     for path, indices in keep.items():
-        _cut(copied, path, indices)
+        _cut(copied, path, indices, configs)
     return copied.eval()
 
 
@@ -151,7 +153,7 @@ def _empty(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=wanted, device="meta")
 
 
-def _cut(model: nn.Module, path: str, indices: Sequence[int]) -> None:
+def _cut(model: nn.Module, path: str, indices: Sequence[int], configs: Sequence[Any]) -> None:
     """Leaves these layers of the list at `path`."""
     layers = model.get_submodule(path)
     all_layers = list(layers._modules.values())
@@ -160,7 +162,7 @@ def _cut(model: nn.Module, path: str, indices: Sequence[int]) -> None:
         for module in layers._modules[str(position)].modules():  # type: ignore[union-attr]  # blocks are there
             if module.__dict__.get("layer_idx") == index:
                 module.__dict__["layer_idx"] = position
-    for config in _configs(model):
+    for config in configs:
         for name, values in _lists(config, len(all_layers)).items():
             config.__dict__[name] = [values[index] for index in indices]
         if config.__dict__.get("num_hidden_layers") == len(all_layers):

@@ -102,9 +102,11 @@ def needs_of(model: nn.Module, workload: Workload, dtype: DtypeLike | None = Non
         estimate = _estimated(model, workload, compute_dtype)
         run = estimate or DryRun(0, kept_bytes=None)
         what = "Nothing is reserved for activations" if estimate is None else "Activations are estimated by formula"
-        notes.append(f"{what}: the model's code cannot be followed ({error}).")
+        notes.append(f"{what}: the model cannot be run on shapes alone ({error}).")
     state_bytes, unplaced_bytes = _cache(model, workload, compute_dtype, run, notes)
-    workspace_bytes = run.workspace_bytes + unplaced_bytes + _rounding_bytes(model, None if dtype is None else compute_dtype)
+    workspace_bytes = run.workspace_bytes + unplaced_bytes
+    if workspace_bytes or state_bytes:
+        workspace_bytes += _rounding_bytes(model, None if dtype is None else compute_dtype)
     for name, nbytes in run.extra_bytes.items():
         if any(True for _ in model.get_submodule(name).parameters()):
             state_bytes[name] = state_bytes.get(name, 0) + nbytes

@@ -146,7 +146,7 @@ def test_throughput_raises_the_batch_as_far_as_memory_goes(monkeypatch):
     cache = {f"layers.{index}": 100 for index in range(10)}  # bytes of one sequence
     monkeypatch.setattr(
         "bigmodel.planning.shared_work.needs_of",
-        lambda model, workload, *_: Needs({name: workload.batch * nbytes for name, nbytes in cache.items()}),
+        lambda model, workload, *_, **__: Needs({name: workload.batch * nbytes for name, nbytes in cache.items()}),
     )
     budgets = {0: 40_000, "cpu": 10**6}  # the model takes 28,800
     alone = plan(Decoder(), budgets, machine=MACHINE, context=128)
