@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from typing import Final
 
@@ -29,6 +30,7 @@ ACCELERATOR_SHAPE: Final = (14336, 4096)
 """One of a model of 8 B parameters."""
 BLOCK_ROWS: Final = 256
 BLOCK_WIDTH: Final = 1024
+BLOCK_RUNS: Final = 7
 
 
 def measure_device(device: torch.device, done: Callable[[], None] = lambda: None) -> DeviceRates:
@@ -51,17 +53,16 @@ def measure_device(device: torch.device, done: Callable[[], None] = lambda: None
         memory_rates.append(found[0].flops / 2 * dtype.itemsize)  # of one row, nearly all time goes into reading the weights
         done()
     like = torch.ones(1, dtype=torch.bfloat16 if torch.bfloat16 in works else torch.float32, device=device)
-    call_seconds = _block_seconds(1, HEAD_WIDTH, like) / MODULES
-    busy = max(1e-9, _block_seconds(BLOCK_ROWS, BLOCK_WIDTH, like) - call_seconds * MODULES)
-    activation_bytes = BLOCK_ROWS * activation_width(BLOCK_WIDTH) * like.dtype.itemsize
+    width, one, many = _between_matrices(like, free_bytes)
+    activation_bytes = BLOCK_ROWS * activation_width(width) * like.dtype.itemsize
     done()
     return DeviceRates(
         name,
         available_host_bytes() if is_host else total_bytes,
         Rate(max(memory_rates), "measured"),
         tuple(matmuls),
-        Rate(activation_bytes / busy, "measured"),
-        call_seconds,
+        Rate(activation_bytes / max(1e-9, many - one), "measured"),
+        one / MODULES,
         queues=has_streams(device) and _queues(device, free_bytes),
     )
 
@@ -95,10 +96,33 @@ def _matmuls(device: torch.device, dtype: torch.dtype, free_bytes: int) -> Itera
         yield Matmul(str(dtype).removeprefix("torch."), rows, 2 * weights * rows / seconds, "measured")
 
 
-def _block_seconds(rows: int, width: int, like: torch.Tensor) -> float:
+def _between_matrices(like: torch.Tensor, free_bytes: int) -> tuple[int, float, float]:
+    """The width of a block, and what it takes beside multiplying: for one token, and for many."""
+    if like.device.type != "cpu":
+        one = _seconds_without_matrices(1, HEAD_WIDTH, like)  # nothing but calls
+        return BLOCK_WIDTH, one, one + _seconds_without_matrices(BLOCK_ROWS, BLOCK_WIDTH, like)
+    # A processor has forgotten everything else whenever it comes out of a matrix, so that has to be in between.
+    matrices = _matrices(like.device, like.dtype, free_bytes)
+    width = matrices[0].shape[1]
+    one = _seconds_beside_matrices(1, width, like, matrices)
+    return width, one, _seconds_beside_matrices(BLOCK_ROWS, width, like, matrices)
+
+
+def _seconds_without_matrices(rows: int, width: int, like: torch.Tensor) -> float:
     block = ReferenceBlock(rows, width, like)
     hidden = like.new_ones(1, rows, width)
     return median_seconds(lambda: block(hidden), like.device, at_once=4)
+
+
+def _seconds_beside_matrices(rows: int, width: int, like: torch.Tensor, matrices: Sequence[torch.Tensor]) -> float:
+    block = ReferenceBlock(rows, width, like, [matrices[index % len(matrices)] for index in range(7)])
+    hidden = like.new_ones(1, rows, width)
+    seconds = []
+    for _ in range(BLOCK_RUNS):
+        multiplying, started = block.multiplying_seconds, time.perf_counter()
+        block(hidden)
+        seconds.append(time.perf_counter() - started - (block.multiplying_seconds - multiplying))
+    return statistics.median(seconds[1:])
 
 
 def _queues(device: torch.device, free_bytes: int) -> bool:

@@ -17,7 +17,14 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     sizes = {
         "disk": {"SCRATCH_BYTES": 16 * MiB, "WARM_READS": 1, "COLD_READS": 1},
         "links": {"COPY_BYTES": MiB},
-        "arithmetic": {"SHAPE": (64, 64), "ACCELERATOR_SHAPE": (64, 64), "ROWS": (1, 4), "BLOCK_WIDTH": 64, "BLOCK_ROWS": 4},
+        "arithmetic": {
+            "SHAPE": (176, 64),
+            "ACCELERATOR_SHAPE": (176, 64),
+            "BLOCK_RUNS": 2,
+            "ROWS": (1, 4),
+            "BLOCK_WIDTH": 64,
+            "BLOCK_ROWS": 4,
+        },
         "timing": {"ENOUGH_SECONDS": 0.0},
     }
     for module, values in sizes.items():

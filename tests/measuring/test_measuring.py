@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from bigmodel.errors import MachineError
 from bigmodel.measuring import measure_machine
 from bigmodel.measuring.disk import measure_disk
 from bigmodel.measuring.links import measure_between, measure_link
-from bigmodel.measuring.reference_block import HEAD_WIDTH, MODULES, ReferenceBlock, activation_width
+from bigmodel.measuring.reference_block import HEAD_WIDTH, MODULES, ReferenceBlock, activation_width, inner_width
 from bigmodel.measuring.timing import median_seconds
 
 
@@ -97,7 +96,10 @@ def test_the_reference_block_has_the_shape_and_the_modules_that_it_tells():
     block = ReferenceBlock(3, 2 * HEAD_WIDTH, torch.ones(1))
     assert block(torch.ones(1, 3, 2 * HEAD_WIDTH)).shape == (1, 3, 2 * HEAD_WIDTH)
     assert len(list(block.modules())) == MODULES
-    assert all(not isinstance(module, nn.Linear) for module in block.modules())
+    assert block.multiplying_seconds == 0
+    multiplying = ReferenceBlock(3, 64, torch.ones(1), [torch.ones(inner_width(64), 64)] * 7)
+    assert multiplying(torch.ones(1, 3, 64)).shape == (1, 3, 64)
+    assert multiplying.multiplying_seconds > 0
     # Four square matrices, and three between 128 and 352.
     assert activation_width(128) == 4 * 256 + 3 * (128 + 352)
 
