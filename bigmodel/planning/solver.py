@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
@@ -163,10 +163,7 @@ def _best_with(
             continue
         found = _finish(units, compute, stores, main, positions)
         if main_holds and found.main not in found.places:
-            holding = _holding(units, found, limits[main], {tier.key for tier in compute})
-            if holding is None:
-                continue
-            found = holding
+            continue
         if (best is None or is_better(found, best, units)) and (at_most is None or not is_better(at_most, found, units)):
             best = found
     return None if best is None else replace(best, is_optimal=is_optimal)
@@ -180,21 +177,6 @@ def is_better(first: Assignment, second: Assignment, units: Sequence[Unit]) -> b
         return len(assignment.unplaced), assignment.main == "cpu", assignment.moved_bytes, from_disk
 
     return cost(first) < cost(second)
-
-
-def _holding(units: Sequence[Unit], found: Assignment, limit_bytes: int, compute: Collection[DeviceKey]) -> Assignment | None:
-    """The same with the smallest unit of another device on the main one, which held only the ring; None if there is no room for any."""
-    is_elsewhere = [place in compute for place in found.places]
-    offloaded = [unit for unit, elsewhere in zip(units, is_elsewhere, strict=True) if not elsewhere]
-    least_bytes = least_ring_bytes(offloaded)
-    room_bytes = limit_bytes - least_bytes - sum(unit.staying_bytes for unit in offloaded)
-    movable = [index for index, elsewhere in enumerate(is_elsewhere) if elsewhere and units[index].total_bytes <= room_bytes]
-    if not movable:
-        return None
-    index = min(movable, key=lambda index: units[index].total_bytes)
-    places = (*found.places[:index], found.main, *found.places[index + 1 :])
-    reserve = min(found.reserve_bytes, least_bytes + room_bytes - units[index].total_bytes)
-    return replace(found, places=places, reserve_bytes=reserve, slots=whole_groups(offloaded, reserve))
 
 
 class _Mover(NamedTuple):

@@ -258,8 +258,8 @@ def test_faster_store_is_filled_as_far_as_it_goes():
 
 
 def test_a_main_device_that_has_to_be_seen_in_the_map_holds_something():
-    units = [unit(50, part=12), unit(10), unit(9), unit(1)]
-    assert assign(units, {0: 13, 1: 20}).places == ("disk", 1, 1, 1)
-    found = assign(units, {0: 13, 1: 20}, main_holds=True)
-    assert (found.main, found.moved_bytes, found.reserve_bytes) == (0, 50, 12)
-    assert found.places == ("disk", 1, 1, 0)
+    units = [unit(50, part=12), unit(10), unit(9)]
+    assert assign(units, {0: 13, 1: 20}).main == 0
+    found = assign(units, {0: 13, 1: 22, "cpu": 100}, main_holds=True)
+    assert (found.main, found.moved_bytes) == (1, 50)
+    assert assign([*units, unit(1)], {0: 13, 1: 20, "cpu": 100}, main_holds=True).places == ("cpu", 1, 1, 0)
