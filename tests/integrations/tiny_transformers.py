@@ -61,6 +61,30 @@ def _audio() -> dict[str, torch.Tensor]:
     return {"input_features": features, "decoder_input_ids": _tokens(4)["input_ids"][:1]}
 
 
+IMAGE_TOKEN = 4
+
+
+def _llava() -> Any:
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=8, projection_dim=32
+    )
+    text = transformers.LlamaConfig(**TEXT)
+    return transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN, image_seq_length=4)
+
+
+def _image_in_text() -> dict[str, torch.Tensor]:
+    tokens = _tokens()["input_ids"].clamp(min=IMAGE_TOKEN + 1)
+    tokens[:, 1:5] = IMAGE_TOKEN
+    return {"input_ids": tokens} | _image()
+
+
+def _qwen2_vl() -> Any:
+    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4, "in_channels": 3}
+    text = TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}}
+    ids = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+    return transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **ids)
+
+
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", lambda: transformers.LlamaConfig(**TEXT), _tokens),
     "llama-tied": Family("LlamaForCausalLM", lambda: transformers.LlamaConfig(**TEXT, tie_word_embeddings=True), _tokens),
@@ -113,6 +137,11 @@ FAMILIES: dict[str, Family] = {
         ),
         _tokens,
     ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        lambda: transformers.Qwen3MoeConfig(**TEXT, head_dim=8, moe_intermediate_size=16, num_experts=12, num_experts_per_tok=2),
+        _tokens,
+    ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         lambda: transformers.DeepseekV3Config(
@@ -136,6 +165,7 @@ FAMILIES: dict[str, Family] = {
         lambda: transformers.GptOssConfig(**TEXT, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=4),
         _tokens,
     ),
+    "gemma": Family("GemmaForCausalLM", lambda: transformers.GemmaConfig(**TEXT, head_dim=8), _tokens),
     "gemma3": Family(
         "Gemma3ForCausalLM",
         lambda: transformers.Gemma3TextConfig(**TEXT, head_dim=8, sliding_window=4, query_pre_attn_scalar=8),
@@ -173,6 +203,8 @@ FAMILIES: dict[str, Family] = {
         _image,
         generates=False,
     ),
+    "llava": Family("LlavaForConditionalGeneration", _llava, _image_in_text, generates=False),
+    "qwen2_vl": Family("Qwen2VLForConditionalGeneration", _qwen2_vl, _tokens, generates=False),
     "nomic_bert": Family(
         "NomicBertForMaskedLM",
         lambda: transformers.NomicBertConfig(**{key: value for key, value in TEXT.items() if key != "num_key_value_heads"}),

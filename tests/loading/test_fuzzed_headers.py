@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import pickle
 import struct
 import tempfile
 import tracemalloc
 import warnings
+import zipfile
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -358,3 +360,55 @@ def test_flipped_bytes_in_a_distributed_checkpoint_are_read_or_refused(edits: li
         place = position % len(changed)
         changed[place : place + len(replacement)] = replacement
     read_distributed(bytes(contents[0]), bytes(contents[1]))
+
+
+@lru_cache
+def archive() -> bytes:
+    """A small file of torch.save."""
+    stream = io.BytesIO()
+    torch.save({"w": torch.arange(12.0).view(3, 4).t(), "b": torch.ones(3).bfloat16(), "n": 3}, stream)
+    return stream.getvalue()
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(edits=st.lists(st.tuples(st.integers(0, 5000), st.binary(min_size=1, max_size=4)), min_size=1, max_size=4), cut=st.integers(0, 60))
+def test_flipped_bytes_in_a_file_of_torch_are_read_or_refused(edits: list[tuple[int, bytes]], cut: int) -> None:
+    content = bytearray(archive())
+    for position, replacement in edits:
+        place = position % len(content)
+        content[place : place + len(replacement)] = replacement
+    if cut > 50:
+        content = content[: -(cut - 50)]
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        file = Path(folder, "x.bin")
+        file.write_bytes(content)
+        try:
+            entries = Checkpoint.open(file).entries
+        except CheckpointError as error:
+            check_named(error, file)
+            return
+        for entry in entries.values():
+            assert 0 <= entry.offset <= entry.offset + entry.nbytes <= len(content)
+
+
+@pytest.mark.parametrize("kind", ["deflated", "encrypted", "long"])
+def test_records_that_torch_does_not_write_are_refused(tmp_path: Path, kind: str) -> None:
+    source = zipfile.ZipFile(io.BytesIO(archive()))
+    file = tmp_path / "x.bin"
+    with zipfile.ZipFile(file, "w") as target:
+        for info in source.infolist():
+            content = source.read(info)
+            if info.filename.endswith("/byteorder"):
+                content = b"little" if kind != "long" else bytes(1000)
+                target.writestr(info.filename, content, zipfile.ZIP_DEFLATED if kind == "deflated" else zipfile.ZIP_STORED)
+            else:
+                target.writestr(info.filename, content)
+    if kind == "encrypted":
+        content = bytearray(file.read_bytes())
+        place = content.rindex(b"/byteorder")
+        directory = content.rindex(b"PK\x01\x02", 0, place)
+        content[directory + 8] |= 1
+        file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"byteorder|encrypted"):
+        Checkpoint.open(file)

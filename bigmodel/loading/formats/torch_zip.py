@@ -25,6 +25,8 @@ __all__ = ["TorchZipFormat"]
 ZIP_MAGIC: Final = b"PK"
 LOCAL_HEADER_BYTES: Final = 30
 PAGE_BYTES: Final = 4096
+SHORT_BYTES: Final = 64
+"""Of a record that holds a word."""
 
 
 class TorchZipFormat:
@@ -86,7 +88,7 @@ def _records(file: Path) -> list[_Record]:
                 ) from error
             records = []
             for info in archive.infolist():
-                if info.filename.endswith("/byteorder") and archive.read(info) != b"little":
+                if info.filename.endswith("/byteorder") and _short_record(archive, info, file) != b"little":
                     raise CheckpointError(f"{file}: written on a big-endian machine; load and save it there with safetensors.")
                 if "/data/" not in info.filename:
                     continue
@@ -107,11 +109,18 @@ def _records(file: Path) -> list[_Record]:
                 records.append(_Record(offset, info.file_size))
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"{file}: there is no such file.") from error
-    except (zipfile.BadZipFile, UnicodeDecodeError, struct.error, EOFError, NotImplementedError) as error:
+    # RuntimeError: a record that is said to be encrypted.
+    except (zipfile.BadZipFile, UnicodeDecodeError, struct.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise CheckpointError(f"{file}: damaged archive: {error}.") from error
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error}.") from error
     return sorted(records, key=lambda record: record.offset)
+
+
+def _short_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo, file: Path) -> bytes:
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size > SHORT_BYTES:
+        raise CheckpointError(f"{file}: {info.filename!r} is compressed or too long; torch.save never does that.")
+    return archive.read(info)
 
 
 def _tensors(content: Any, file: Path) -> dict[str, torch.Tensor]:
