@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -39,14 +40,18 @@ from .quantization import (
     WeightPacker,
     described,
     install,
+    is_stack,
     note_scheme,
     packed_layers,
     scheme_of,
     select,
     stored_weights,
 )
+from .text import bytes_text, names_text
 
 __all__ = ["QuantizedLoad", "quantized_load"]
+
+logger = logging.getLogger(__name__)
 
 CACHE_FOLDER: Final = ".bigmodel-packed"
 """Beside the checkpoint: where packed weights are kept for the next load."""
@@ -75,6 +80,7 @@ class QuantizedLoad:
             return
         install(model, self.scheme, {name: (kept.spec.dtype, kept.tensors) for name, kept in report.packed.items()})
         note_scheme(model, self.scheme)
+        _tell_of_stacks(model)
         if report.store is not None:
             _note_offsets(model, report.store)
         is_4bit = any(isinstance(layer.packing, FourBit) for layer in packed_layers(model).values())
@@ -269,6 +275,18 @@ def _scheme_of_stored(each: StoredWeight, entry: Entry, description: Description
 def _constant(value: float, entry: str) -> Computed:
     """A number as a tensor. (A source reads something; this one reads the few bytes of the description that the number comes from.)"""
     return Computed((Whole(entry),), lambda _: torch.tensor(value, dtype=torch.float32), (), torch.float32)
+
+
+def _tell_of_stacks(model: nn.Module) -> None:
+    """Warns where stacks of expert matrices stay unpacked: they may be most of the model."""
+    stacked = [(name, module) for name, module in model.named_modules() if is_stack(module)]
+    nbytes = sum(tensor.numel() * tensor.element_size() for _, module in stacked for tensor in module.parameters(recurse=False))
+    if nbytes:
+        logger.warning(
+            "%s of stacked experts stay unpacked (%s): bitsandbytes has no layer for them. bigmodel.quantization_report(model) lists them.",
+            bytes_text(nbytes),
+            names_text(name for name, _ in stacked[:8]),
+        )
 
 
 def _note_offsets(model: nn.Module, store: Store) -> None:

@@ -7,7 +7,7 @@ from .description import Description, described
 from .formats import FORMAT_NAMES, FourBit, Int8, PackedFormat, weight_format
 from .packer import WeightPacker
 from .replacement import Places, has_4bit_bnb_layers, install, pack, packed_layers, replace_with_bnb_layers
-from .report import LayerReport, QuantizationReport, note_scheme, report
+from .report import LayerReport, QuantizationReport, is_stack, note_scheme, report
 from .selection import Selection, keep_list, select
 from .stored import StoredWeight, stored_weights
 
@@ -28,6 +28,7 @@ __all__ = [
     "described",
     "has_4bit_bnb_layers",
     "install",
+    "is_stack",
     "keep_list",
     "note_scheme",
     "pack",

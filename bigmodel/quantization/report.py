@@ -13,7 +13,7 @@ from .config import Scheme
 from .replacement import packed_layers
 from .selection import select
 
-__all__ = ["LayerReport", "QuantizationReport", "note_scheme", "report"]
+__all__ = ["LayerReport", "QuantizationReport", "is_stack", "note_scheme", "report"]
 
 _SCHEME = "_bigmodel_scheme"
 STACKED = "it is a stack of matrices, for which bitsandbytes has no layer"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils import is_accelerate_available
 
 import bigmodel
@@ -104,3 +104,13 @@ def test_the_dtype_of_what_is_not_packed_is_the_asked_one(folder):
     assert bigmodel.from_pretrained(folder, quantization=config).lm_head.weight.dtype == torch.float32
     assert bigmodel.from_pretrained(folder, quantization=config, dtype="bfloat16").lm_head.weight.dtype == torch.bfloat16
     assert bigmodel.from_pretrained(folder, quantization=CONFIGS["nf4"]).lm_head.weight.dtype == torch.bfloat16
+
+
+def test_stacked_experts_that_stay_unpacked_are_told_with_their_bytes(tmp_path, caplog):
+    shape = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Qwen3MoeConfig(vocab_size=64, num_experts=4, num_experts_per_tok=2, head_dim=16, intermediate_size=32, **shape)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    model = bigmodel.from_pretrained(tmp_path, quantization=CONFIGS["nf4"], device_map={"": "cpu"})
+    assert "48.00 KiB of stacked experts stay unpacked (model.layers.0.mlp.experts, model.layers.1.mlp.experts)" in caplog.text
+    assert "stack of matrices" in str(bigmodel.quantization_report(model))
+    assert logits(model).isfinite().all()
