@@ -17,7 +17,7 @@ from ..errors import PlanError
 from ..modules import get_non_persistent_buffers
 from ..progress import Progress, ProgressCallback
 from ..protocols import Packer, TensorSpec
-from .host_memory import empty_tensor
+from .host_memory import empty_tensors
 from .mapped import mapped_tensors
 from .match import Match
 from .packed import PackedWeights, bring_packed, kept_packed
@@ -110,7 +110,10 @@ def materialize(
             resident.append(transfer)
     mapped = mapped_tensors([each for each in resident if keys[each.target] == "cpu"], match.identities) if mmap else {}
     read = [transfer for transfer in resident if transfer.target not in mapped]
-    jobs = [(transfer, empty_tensor(transfer.shape, transfer.dtype, targets[keys[transfer.target]])) for transfer in read]
+    jobs: list[tuple[Transfer, torch.Tensor]] = []
+    for key, device in targets.items():
+        own = [transfer for transfer in read if keys[transfer.target] == key]
+        jobs += zip(own, empty_tensors([_spec(transfer) for transfer in own], device), strict=True)
     reader = Reader(match.identities, reading)
     kept_before = None if packer is None else kept_packed(packed_file, weights, packer)
     packed = PackedWeights()

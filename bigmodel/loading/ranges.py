@@ -19,6 +19,8 @@ DIRECT_BYTES: Final = 8 << 20
 """Longest read straight into place: long enough for any disk, short enough that several threads share one big tensor."""
 STAGED_BYTES: Final = 1 << 20
 """Longest read that is cast or turned on the way: it stays in a core's cache between the read and the copy."""
+QUEUED_BYTES: Final = 2 << 20
+"""Longest read whose bytes are copied to an accelerator: each copy costs the host a while, whatever its length."""
 SHORTEST_RUN_BYTES: Final = 64 << 10
 """Runs of a strided piece below this are cheaper read in one go and copied than read one by one."""
 GAP_BYTES: Final = 128 << 10
@@ -169,10 +171,12 @@ def _ranges(job: int, transfer: Transfer, dtype: torch.dtype, on_host: bool) -> 
     for piece in transfer.pieces:
         if isinstance(piece.origin, Entry) and 0 not in piece.shape:
             as_is = on_host and piece.origin.dtype == transfer.dtype == dtype
-            yield from _ranges_of_piece(job, piece, piece.origin, strides, transfer.dtype, as_is)
+            yield from _ranges_of_piece(job, piece, piece.origin, strides, transfer.dtype, as_is, STAGED_BYTES if on_host else QUEUED_BYTES)
 
 
-def _ranges_of_piece(job: int, piece: Piece, entry: Entry, strides: tuple[int, ...], rounded: torch.dtype, as_is: bool) -> Iterator[Range]:
+def _ranges_of_piece(
+    job: int, piece: Piece, entry: Entry, strides: tuple[int, ...], rounded: torch.dtype, as_is: bool, staged_bytes: int
+) -> Iterator[Range]:
     item = entry.dtype.itemsize
     first = sum(start * stride for start, stride in zip(piece.start, strides, strict=True))
     dims = _merged(piece, strides)
@@ -185,7 +189,7 @@ def _ranges_of_piece(job: int, piece: Piece, entry: Entry, strides: tuple[int, .
                 offset = entry.offset + (source + start) * item
                 yield Range(entry.file, offset, number * item, job, target + start, None, entry.dtype, rounded)
         return
-    for source, target, part in _chunks(dims, STAGED_BYTES // item, piece.source_offset, first):
+    for source, target, part in _chunks(dims, staged_bytes // item, piece.source_offset, first):
         yield Range(entry.file, entry.offset + source * item, _span(part) * item, job, target, tuple(part), entry.dtype, rounded)
 
 

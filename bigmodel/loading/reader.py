@@ -12,13 +12,14 @@ import torch
 from ..devices import reading_threads
 from ..errors import MatchError
 from ..progress import Progress
-from .copying import copy_rounded, put_range
+from .copying import copy_rounded
 from .entry import FileIdentity, contiguous_strides
 from .files import OpenFiles
 from .host_memory import empty_host_tensor
 from .location import CheckpointFile
-from .ranges import GAP_BYTES, STAGED_BYTES, Batch, Range, ReadPlan, plan_reads
+from .ranges import Batch, Range, ReadPlan, plan_reads
 from .remote.reader import RemoteReader
+from .staging import Staging, side_streams
 from .transfer import Computation, Piece, Transfer
 from .ways import Reading, Way
 from .workers import MIN_WORKERS, workers
@@ -71,17 +72,18 @@ class Reader:
     ) -> None:
         descriptors = self._files.checked(plan.files)
         flat = [destination.detach().view(-1) for destination in destinations]
+        streams = side_streams(flat)
         if plan.remote:
             self._remote.read(plan.remote, flat, progress)
         if in_this_thread or len(plan.batches) <= 1 or plan.filled_bytes <= INLINE_BYTES:
-            _drain(iter(plan.batches), flat, Way("buffered", self._files, descriptors, 0), progress, threading.Event())
+            _drain(iter(plan.batches), flat, streams, Way("buffered", self._files, descriptors, 0), progress, threading.Event())
             return
         way = Way(self._reading, self._files, descriptors, sum(batch.nbytes for batch in plan.batches))
         pending = _Shared(plan.batches, descriptors, way)
         stop = threading.Event()
         pool = workers()
         count = min(reading_threads() if way.is_buffered else max(MIN_WORKERS, reading_threads()), len(plan.batches))
-        futures = [pool.submit(_drain, pending, flat, way, progress, stop) for _ in range(count)]
+        futures = [pool.submit(_drain, pending, flat, streams, way, progress, stop) for _ in range(count)]
         try:
             for future in futures:
                 future.result()
@@ -165,50 +167,51 @@ class _Shared:
 def _drain(
     work: Iterator[Batch],
     destinations: Sequence[torch.Tensor],
+    streams: Mapping[torch.device, torch.Stream],
     way: Way,
     progress: Progress | None,
     stop: threading.Event,
 ) -> None:
-    staging = window = None
+    window = None
     try:
         # Destinations may be tensors made in inference mode, which no other mode may write to.
         with torch.inference_mode():
-            for batch in work:
-                if stop.is_set():
-                    return
-                if staging is None and (batch.staged_bytes or batch.has_gaps):
-                    staging = torch.empty(STAGED_BYTES + GAP_BYTES, dtype=torch.uint8, device="cpu")
-                if window is None and not way.is_buffered:
-                    window = way.new_window()
-                _read_batch(batch, destinations, way, staging, window)
-                if progress is not None:
-                    progress.advance(batch.filled_bytes)
+            staging = Staging(destinations, streams)
+            try:
+                for batch in work:
+                    if stop.is_set():
+                        return
+                    if window is None and not way.is_buffered:
+                        window = way.new_window()
+                    _read_batch(batch, destinations, way, staging, window)
+                    if progress is not None:
+                        progress.advance(batch.filled_bytes)
+            finally:
+                staging.finish()
     except BaseException:
         stop.set()
         raise
 
 
-def _read_batch(
-    batch: Batch, destinations: Sequence[torch.Tensor], way: Way, staging: torch.Tensor | None, window: torch.Tensor | None
-) -> None:
+def _read_batch(batch: Batch, destinations: Sequence[torch.Tensor], way: Way, staging: Staging, window: torch.Tensor | None) -> None:
     parts: list[torch.Tensor] = []
     copies: list[tuple[Range, torch.Tensor]] = []
     position = batch.ranges[0].offset
     used = 0
+    memory, gaps = staging.next_buffer(batch) if batch.staged_bytes or batch.has_gaps else (None, None)
     for each in batch.ranges:
         if each.offset > position:
-            assert staging is not None
-            parts.append(staging[STAGED_BYTES : STAGED_BYTES + each.offset - position])
+            assert gaps is not None
+            parts.append(gaps[: each.offset - position])
         if each.dims is None:
             item = each.dtype.itemsize
             parts.append(destinations[each.job].view(torch.uint8)[each.first * item : each.first * item + each.nbytes])
         else:
-            assert staging is not None
-            part = staging[used : used + each.nbytes]
+            assert memory is not None
+            part = memory[used : used + each.nbytes]
             used += each.staged_bytes
             parts.append(part)
             copies.append((each, part))
         position = each.offset + each.nbytes
     way.read(batch.file, batch.ranges[0].offset, parts, window, again=batch.read_again)
-    for each, part in copies:
-        put_range(each, part, destinations[each.job])
+    staging.put(copies)

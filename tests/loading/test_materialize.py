@@ -148,6 +148,24 @@ def test_onto_accelerators(saved: Path, tied: Build, filled: nn.Module, accelera
     assert_filled(model, filled)
 
 
+def test_tensors_on_an_accelerator_lie_in_one_allocation(
+    saved: Path, tied: Build, filled: nn.Module, accelerators: Callable[..., list[torch.device]]
+) -> None:
+    accelerators(1)
+    model = empty(tied)
+    load(model, Checkpoint.open(saved), {"": 0})
+    assert_filled(model, filled)
+    tensors = list(model.state_dict(keep_vars=True).values())
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
+    # They are tensors of their own to autograd: one may be stepped while another waits for its backward.
+    loss = model.block(torch.ones(2, 16, device="sim:0")).sum()
+    with torch.no_grad():
+        model.embed.weight.add_(1)
+    loss.backward()
+    assert torch.equal(model.block[2].bias.grad.cpu(), torch.full((16,), 2.0))
+
+
 def test_no_memory_on_the_device_leaves_the_model_alone(tmp_path: Path, accelerators: Callable[..., list[torch.device]]) -> None:
     accelerators(1, memory="1MiB")
     save_file({"weight": torch.zeros(1024, 512)}, tmp_path / "model.safetensors")

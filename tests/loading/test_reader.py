@@ -6,6 +6,7 @@ import copy
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,56 @@ def test_onto_an_accelerator(checkpoint: Checkpoint, state: dict[str, torch.Tens
             found = torch.full(expected.shape, torch.nan, dtype=dtype, device=execution_device)
             Reader(checkpoint.identities).read([(transfer(checkpoint, source, dtype), found)])
             assert torch.equal(found.cpu(), expected.to(dtype))
+
+
+def test_two_accelerators_and_the_host_at_once(
+    checkpoint: Checkpoint, state: dict[str, torch.Tensor], accelerators: Callable[..., list[torch.device]]
+) -> None:
+    devices = [*accelerators(2, copy_delay_ms=3), torch.device("cpu")]
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        sources: list[Source] = [Whole("t7"), Transpose(Whole("t7"), 0, 1), Whole("t2"), Slice(Whole("t6"), 1, 3, 1000), Whole("t3")]
+        expected = [state["t7"], state["t7"].t(), state["t2"], state["t6"][:, 3:1003], state["t3"]]
+        for shift in range(3):
+            jobs = [
+                (transfer(checkpoint, source, dtype), torch.full(value.shape, torch.nan, dtype=dtype, device=devices[(n + shift) % 3]))
+                for n, (source, value) in enumerate(zip(sources, expected, strict=True))
+            ]
+            Reader(checkpoint.identities).read(jobs)
+            for (_, found), value in zip(jobs, expected, strict=True):
+                assert torch.equal(found.cpu(), value.to(dtype))
+
+
+def test_bytes_cross_the_link_in_the_narrower_dtype(
+    checkpoint: Checkpoint, state: dict[str, torch.Tensor], accelerators: Callable[..., list[torch.device]]
+) -> None:
+    (device,) = accelerators(1)
+    nbytes = state["t7"].nbytes
+    for dtype, crossing_bytes in ((torch.float32, nbytes), (torch.float64, nbytes), (torch.bfloat16, nbytes // 2)):
+        found = torch.empty(state["t7"].shape, dtype=dtype, device=device)
+        before = torch.sim.link_stats(0)["h2d"]
+        Reader(checkpoint.identities).read([(transfer(checkpoint, "t7", dtype), found)])
+        after = torch.sim.link_stats(0)["h2d"]
+        assert after["bytes"] - before["bytes"] == crossing_bytes
+        if dtype != torch.bfloat16:  # what the host casts goes as it comes
+            assert after["queued"] - before["queued"] == after["copies"] - before["copies"] > 0
+        assert torch.equal(found.cpu(), state["t7"].to(dtype))
+
+
+def test_an_accelerator_without_memory_to_pin(
+    checkpoint: Checkpoint, state: dict[str, torch.Tensor], accelerators: Callable[..., list[torch.device]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (device,) = accelerators(1)
+    real = torch.empty
+
+    def refusing(*arguments: object, **named: object) -> torch.Tensor:
+        if named.get("pin_memory"):
+            raise RuntimeError("cannot pin")
+        return real(*arguments, **named)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(torch, "empty", refusing)
+    found = real(state["t7"].shape, device=device)
+    Reader(checkpoint.identities).read([(transfer(checkpoint, "t7"), found)])
+    assert torch.equal(found.cpu(), state["t7"])
 
 
 def test_into_views_and_inference_tensors(checkpoint: Checkpoint, state: dict[str, torch.Tensor]) -> None:
