@@ -100,7 +100,9 @@ def _most_tokens(request: Request, found: Plan, solve: Solve) -> tuple[Request, 
         if batch not in tried:
             tried[batch] = _attempt(_with_batch(request, batch), solve)
         plan = tried[batch]
-        return 0.0 if plan is None or plan.prediction is None else plan.prediction.tokens_per_second
+        if plan is None or plan.prediction is None or plan.main_device != found.main_device:
+            return 0.0  # no batch is worth an accelerator
+        return plan.prediction.tokens_per_second
 
     best = request.workload.batch
     while 2 * best <= MOST_SEQUENCES and tokens(2 * best) > tokens(best) / WORTHWHILE:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..devices import DeviceKey
 from ..modules import owner_of, reads_rows_only
+from .config_fields import ConfigFields, text_config
 from .cost import Run, Stage
 from .items import Inventory, Item
 from .sizes import DtypeLike
@@ -62,9 +62,9 @@ def facts_of(model: nn.Module, inventory: Inventory) -> ModelFacts:
     none. The routed experts are the modules of a `ModuleList` of as many modules, and the parameters of three dimensions whose first one
     is as long, as the config says experts (`num_experts_per_tok` of them for a token). Without a config there are none.
     """
-    config = _config(model)
-    experts, each = _number(config, _EXPERTS), _number(config, _EXPERTS_PER_TOKEN)
-    if not (experts and each and each <= experts):
+    config = ConfigFields(text_config(getattr(model, "config", None)))
+    experts, each = config.number(*_EXPERTS, default=0), config.number(*_EXPERTS_PER_TOKEN, default=0)
+    if not 0 < each <= experts:
         experts = each = 0
     file_bytes: dict[int, int] = {}
     elements: dict[torch.dtype, int] = {}
@@ -78,7 +78,7 @@ def facts_of(model: nn.Module, inventory: Inventory) -> ModelFacts:
         else:
             footprints[item.name] = _footprint(module, inventory, experts, each, file_bytes, elements)
     usual = max(elements, key=lambda dtype: elements[dtype], default=torch.bfloat16)
-    hidden_width, heads, head_width = _number(config, _HIDDEN), _number(config, _HEADS), _number(config, ("head_dim",))
+    hidden_width, heads, head_width = (config.number(*names, default=0) for names in (_HIDDEN, _HEADS, ("head_dim",)))
     return ModelFacts(footprints, file_bytes, usual, experts, each, hidden_width, heads * head_width or hidden_width)
 
 
@@ -190,17 +190,6 @@ def _moved_bytes(item: Item, inventory: Inventory, *, offload_buffers: bool) -> 
         for key in item.tensors
         if key not in inventory.row_tables and (key not in buffers or (offload_buffers and buffers[key]))
     )
-
-
-def _config(model: nn.Module) -> Any:
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _number(config: Any, names: Sequence[str]) -> int:
-    """The first of these attributes that is a positive number; 0 where there is none."""
-    values = (config.get(name) if isinstance(config, Mapping) else getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), 0)
 
 
 def _floating(dtype: DtypeLike | None) -> torch.dtype | None:
