@@ -6,16 +6,15 @@ Three forms are understood: what `bigmodel inspect --json` prints, the header of
 
 from __future__ import annotations
 
-import gc
 import json
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from .collecting import without_collecting
 from .errors import CheckpointError, CheckpointNotFoundError
 from .loading.formats.safetensors import DTYPES
 from .protocols import TensorSpec
@@ -33,25 +32,13 @@ _TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
 def read_dump(file: Path) -> Any:
     """The JSON in `file`. Raises `CheckpointError`, naming the file, where it is none or holds a name twice."""
     try:
-        with _no_collection():
+        with without_collecting():
             return json.loads(file.read_bytes(), object_pairs_hook=_once)
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"{file}: there is no such file.") from error
     # RecursionError: thousands of nested brackets. ValueError: no UTF-8, no JSON, or a number of thousands of digits.
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: cannot be read as a header dump ({type(error).__name__}: {str(error)[:200]}).") from error
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """For hundreds of thousands of small objects that all stay: to look for garbage among them takes longer than to make them."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -82,7 +69,7 @@ def specs_in(dump: Any, source: str = "The header dump") -> dict[str, TensorSpec
     )  # in other formats views take what they span
     known: dict[tuple[Any, ...], tuple[TensorSpec, int]] = {}
     specs: dict[str, TensorSpec] = {}
-    with _no_collection():
+    with without_collecting():
         for name, table in tables.items():
             if name == "__metadata__":
                 continue

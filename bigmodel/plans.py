@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from . import planning
+from .collecting import without_collecting
 from .errors import PlanError
 from .named_budgets import named_budgets
 from .planning import Plan
@@ -26,6 +27,7 @@ __all__ = ["plan"]
 ADVISED_FORMATS: Final = ("int8", "nf4")
 
 
+@without_collecting()
 def plan(
     source: nn.Module | str | os.PathLike[str] | Mapping[str, Any] | Any,
     max_memory: Mapping[Any, int | str] | None = None,

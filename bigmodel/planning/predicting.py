@@ -131,7 +131,15 @@ def predict_forward(model: nn.Module, plan: Plan, machine: Machine, *, tokens: i
 def _fits_two_parts(model: nn.Module, stages: Sequence[Stage], inventory: Inventory, reserve_bytes: int) -> bool:
     """Whether the reserve holds two parts of groups that pass."""
     tensors = {name for item in inventory.items if item.entries != (item.name,) for name in item.entries}
-    passing = {stage.name: model.get_submodule(stage.name) for stage in stages if stage.moved_bytes and stage.name not in tensors}
+    moving = {stage.name for stage in stages if stage.moved_bytes and stage.name not in tensors}
+    passing: dict[str, nn.Module] = {}
+    alike: dict[object, int] = {}
+    for item in inventory.items:
+        if item.name in moving:
+            kind = (type(item.module), item.layout, tuple(inventory.nbytes[key] for key in item.tensors)) if item.is_block else item.name
+            alike[kind] = alike.get(kind, 0) + 1
+            if alike[kind] <= 2:  # of blocks that are alike, no more than two pass at a time
+                passing[item.name] = model.get_submodule(item.name)
 
     def nbytes(_: str, tensor: torch.Tensor) -> int:
         if id(tensor) in inventory.buffers or id(tensor) in inventory.row_tables:
