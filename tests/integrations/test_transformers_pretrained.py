@@ -405,7 +405,7 @@ def test_leftovers_are_a_warning_or_an_error(tmp_path, checkpoint_folder, caplog
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, "fp8"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
     ],

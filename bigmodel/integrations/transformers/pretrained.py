@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ from .package import transformers_module
 from .ties import untie_different
 
 __all__ = ["from_pretrained"]
+
+FP8_BLOCK: Final = [128, 128]
+"""Rows and columns that share a scale."""
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +91,10 @@ def from_pretrained(
 
     Raises:
         MissingPackageError: transformers is not installed. CheckpointNotFoundError: no such folder, model or weights. CheckpointError: a
-        damaged file, a class that is unknown or does not fit, a checkpoint that another library than bitsandbytes quantized. MatchError:
-        weights are missing, do not have the model's shape, or need scales; the message names them. PlanError: the device map or the budgets
-        cannot work. QuantizationError: a config that is none, or not that of a checkpoint that is packed.
+        damaged file, a class that is unknown or does not fit, a checkpoint that was quantized in another way than by bitsandbytes or to
+        8-bit floats (which are loaded as the floats that they stand for). MatchError: weights are missing, do not have the model's shape,
+        or need scales; the message names them. PlanError: the device map or the budgets cannot work. QuantizationError: a config that is
+        none, or not that of a checkpoint that is packed.
     """
     transformers_module()
     dtype = _one_dtype(dtype, torch_dtype)
@@ -155,7 +159,10 @@ def _one_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str |
 
 
 def _own_quantization(path_or_id: str | os.PathLike[str], config: Any) -> Any:
-    """What the configuration says of a checkpoint that bitsandbytes packed; None where it is not packed. Raises for other libraries'."""
+    """What the configuration says of a checkpoint that bitsandbytes packed; None where it is not packed. Raises for other libraries'.
+
+    From one of 8-bit floats (DeepSeek's) what it says is taken away.
+    """
     for part in [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]:
         for attribute in ("quantization_config", "compression_config"):
             quantization = getattr(part, attribute, None)
@@ -163,11 +170,16 @@ def _own_quantization(path_or_id: str | os.PathLike[str], config: Any) -> Any:
                 continue
             described = quantization if isinstance(quantization, dict) else vars(quantization)
             method = described.get("quant_method", "unknown method")
-            if part is config and getattr(method, "value", method) == "bitsandbytes":
+            method = getattr(method, "value", method)
+            if part is config and method == "bitsandbytes":
                 return quantization
+            if part is config and method == "fp8" and described.get("weight_block_size") in (None, FP8_BLOCK, tuple(FP8_BLOCK)):
+                # The model is a floating one, and what loads it multiplies the weights with their scales.
+                delattr(config, attribute)
+                return None
             raise CheckpointError(
                 f"{os.fspath(path_or_id)} is quantized (its {attribute} says {method}). Of quantized checkpoints of transformers, bigmodel "
-                "reads those of bitsandbytes: load the model's unquantized checkpoint."
+                "reads those of bitsandbytes and of 8-bit floats in blocks of 128: load the model's unquantized checkpoint."
             )
     return None
 

@@ -54,13 +54,17 @@ class TorchZipFormat:
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 f"{file}: holds more than tensors and plain containers, and is not unpickled since that could run foreign code. "
-                f"Ask its author for safetensors. ({str(error).splitlines()[0][:300]})"
+                f"Ask its author for safetensors. ({_first_line(error)})"
             ) from error
         except (RuntimeError, ValueError, EOFError, OSError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{file}: damaged: torch cannot read its contents ({str(error).splitlines()[0][:300]}).") from error
+            raise CheckpointError(f"{file}: damaged: torch cannot read its contents ({_first_line(error)}).") from error
         tensors = _tensors(content, file)
         base = _base_address(storages, records, file)
         return Header(tuple(_entry(name, tensor, base, file) for name, tensor in tensors.items()))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:300]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,8 @@ def _records(file: Path) -> list[_Record]:
                 ) from error
             records = []
             for info in archive.infolist():
+                if not 0 <= info.header_offset < size_bytes:
+                    raise _beyond(info, size_bytes, file)
                 if info.filename.endswith("/byteorder") and _short_record(archive, info, file) != b"little":
                     raise CheckpointError(f"{file}: written on a big-endian machine; load and save it there with safetensors.")
                 if "/data/" not in info.filename:
@@ -97,9 +103,7 @@ def _records(file: Path) -> list[_Record]:
                 stream.seek(info.header_offset)
                 local = stream.read(LOCAL_HEADER_BYTES)
                 if len(local) < LOCAL_HEADER_BYTES:
-                    raise CheckpointError(
-                        f"{file}: truncated: {info.filename!r} is said to begin at byte {info.header_offset} of {size_bytes}."
-                    )
+                    raise _beyond(info, size_bytes, file)
                 name_bytes, extra_bytes = struct.unpack("<HH", local[26:30])
                 offset = info.header_offset + LOCAL_HEADER_BYTES + name_bytes + extra_bytes
                 if offset + info.file_size > size_bytes:
@@ -115,6 +119,10 @@ def _records(file: Path) -> list[_Record]:
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error}.") from error
     return sorted(records, key=lambda record: record.offset)
+
+
+def _beyond(info: zipfile.ZipInfo, size_bytes: int, file: Path) -> CheckpointError:
+    return CheckpointError(f"{file}: truncated: {info.filename!r} is said to begin at byte {info.header_offset} of {size_bytes}.")
 
 
 def _short_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo, file: Path) -> bytes:
