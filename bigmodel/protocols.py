@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -60,6 +60,26 @@ class Store(Protocol):
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """Replaces the value of `name` (same shape; any floating dtype)."""
+        ...
+
+
+@runtime_checkable
+class PagedStore(Store, Protocol):
+    """A store whose bytes lie in files, of which some are tensors as they are: arithmetic on the CPU can run on mapped pages of them."""
+
+    def is_paged(self, name: str) -> bool:
+        """Whether `pages` gives the tensor `name`."""
+        ...
+
+    def pages(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Tensors on mapped pages, of the store's shapes and dtypes. Raises `CheckpointError` when a file has changed.
+
+        What is written to them is seen by their holders alone: `write` has to be told of it.
+        """
+        ...
+
+    def absent_pages(self, names: Sequence[str]) -> Callable[[], None] | None:
+        """What reads the pages of these tensors that are not in memory, in any thread; None where samples say that all are."""
         ...
 
 

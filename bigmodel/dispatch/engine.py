@@ -14,7 +14,7 @@ from ..device_map import normalized
 from ..devices import DeviceKey
 from ..errors import DispatchError
 from ..modules import reads_rows_only, runs_itself
-from ..protocols import Store
+from ..protocols import PagedStore, Store
 from .bringing import Bringing, Brought, modules_of, name_of
 from .cut import Cut, Registered, ancestors, cut, distinct_owners, registered_tensors
 from .dispatch_hook import DispatchHook
@@ -148,8 +148,9 @@ class _Decision:
         """Whether arithmetic on the CPU uses it where it rests."""
         tensor = self.tensor.tensor
         if self.store is None or self.kind == "cpu":
-            return not isinstance(tensor, LazyTensor) or tensor.origin.lender() is not None
-        return isinstance(self.store, ResidentStore) and self.store.spec(self.key).dtype == tensor.dtype
+            return not isinstance(tensor, LazyTensor) or tensor.origin.lender() is not None or tensor.origin.pager() is not None
+        is_there = isinstance(self.store, ResidentStore) or (isinstance(self.store, PagedStore) and self.store.is_paged(self.key))
+        return is_there and self.store.spec(self.key).dtype == tensor.dtype
 
 
 def _decide(plan: Cut, tensor: Registered, store: Store | None, known: Collection[str], offload_buffers: bool) -> _Decision:

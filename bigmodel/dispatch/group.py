@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError, Future
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,15 +16,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..constants import GROUP_ALIGNMENT_BYTES
-from ..errors import DispatchError
-from ..protocols import Read, Store
+from ..constants import GROUP_ALIGNMENT_BYTES, KiB
+from ..errors import BigModelError, DispatchError
+from ..protocols import PagedStore, Read, Store
 from .lazy import LazyTensor, version_of
 from .origin import Origin
 from .pool import Buffer, Pool
 from .transforms import outside_transforms
 
-__all__ = ["Counters", "Group", "Owner", "Reading", "Slot", "swap_parameter"]
+__all__ = ["SMALL_BYTES", "Counters", "Group", "Owner", "Reading", "Slot", "swap_parameter"]
+
+SMALL_BYTES = 256 * KiB
+"""Groups in RAM below this many bytes are read when they are needed: handing one to the reader thread takes about as long (30 µs)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +124,20 @@ class Reading:
                 store.read_into(reads)
 
 
+class _Paged(NamedTuple):
+    store: PagedStore
+    names: list[str]
+    slots: list[Slot]
+
+
 class _Layout(NamedTuple):
     places: list[_Place]
     reading: Reading
     lent: list[tuple[Slot, Callable[[str], torch.Tensor], str]]
     """Slots that need no place in a flat buffer, since they lie in RAM where the arithmetic runs; what gives them, and under which name."""
+    paged: list[_Paged]
+    """Slots that are used on mapped pages of files, by store."""
+    paged_bytes: int
     elsewhere: list[Slot]
     """Slots that rest on another device as real tensors."""
 
@@ -133,7 +147,8 @@ class _Present(NamedTuple):
     real: torch.Tensor
     version: int
     owners: list[Owner]
-    copied: bool
+    returns: bool
+    """Whether what a forward writes to it has to be brought to where it rests."""
 
 
 def swap_parameter(cls: type[torch.Tensor] | None, value: torch.Tensor, like: torch.Tensor, requires_grad: bool = False) -> torch.Tensor:
@@ -162,6 +177,8 @@ class Group:
         self.counters = Counters()
         self.generation = 0
         """Grows whenever what the bytes on a device should be has changed."""
+        self.pages_ahead: list[Future[None]] | None = None
+        """The reads of its pages that were begun since its last use; None if nobody looked."""
         self._layout: _Layout | None = None
         self._uses = 0
         self._lookups = 0
@@ -209,6 +226,16 @@ class Group:
         return self.layout.reading.nbytes
 
     @property
+    def travels(self) -> bool:
+        """Whether its bytes are worth being brought ahead: they are not in RAM where the arithmetic runs."""
+        return self.layout.reading.nbytes + self.layout.paged_bytes > 0
+
+    @property
+    def paged_bytes(self) -> int:
+        """Bytes that are used on mapped pages of files."""
+        return self.layout.paged_bytes
+
+    @property
     def layout(self) -> _Layout:
         """Where every tensor lies in the flat buffer."""
         layout = self._layout
@@ -219,6 +246,7 @@ class Group:
     def _lay_out(self) -> _Layout:
         places: list[_Place] = []
         lent: list[tuple[Slot, Callable[[str], torch.Tensor], str]] = []
+        paged: dict[int, _Paged] = {}
         elsewhere: list[Slot] = []
         reading = Reading(self.generation)
         for slot in self.slots:
@@ -230,15 +258,27 @@ class Group:
             if lender is not None:
                 lent.append((slot, lender, resting.origin.name))
                 continue
+            pager = resting.origin.pager() if self.pool.device.type == "cpu" else None
+            if pager is not None:
+                of_store = paged.setdefault(id(pager), _Paged(pager, [], []))
+                of_store.names.append(resting.origin.name)
+                of_store.slots.append(slot)
+                continue
             shape, dtype = resting.shape, resting.dtype
             stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
             places.append(_Place(slot, reading.add(resting.origin, shape, stride, dtype), shape, stride, dtype))
-        return _Layout(places, reading, lent, elsewhere)
+        paged_bytes = sum(slot.nbytes for of_store in paged.values() for slot in of_store.slots)
+        return _Layout(places, reading, lent, list(paged.values()), paged_bytes, elsewhere)
 
     @property
     def reading(self) -> Reading:
         """What fills a buffer with its weights, as they are to be now."""
         return self.layout.reading
+
+    def absent_pages(self) -> list[Callable[[], None]]:
+        """What reads the pages of files that it needs and that are not in memory; it refers to no module."""
+        found = [paged.store.absent_pages(paged.names) for paged in self.layout.paged]
+        return [read for read in found if read is not None]
 
     # --- Changes from outside ---
 
@@ -309,6 +349,12 @@ class Group:
 
     def place_of(self, storage: int, offset: int, dtype: torch.dtype) -> tuple[Slot, int] | None:
         """The slot at byte `offset` of the memory `storage`, and the bytes from its beginning; None if that is not this group's."""
+        if self.paged_bytes:
+            for present in self._present:
+                if present.returns and present.real.dtype == dtype and present.real.untyped_storage()._cdata == storage:
+                    start = int(present.real.storage_offset()) * dtype.itemsize
+                    if start <= offset < start + present.slot.nbytes:
+                        return present.slot, offset - start
         if self._buffer is None or self._buffer.storage._cdata != storage:
             return None
         for slot, start, shape, _, kept in self.layout.places:
@@ -318,6 +364,8 @@ class Group:
 
     def _swap_in(self) -> None:
         layout = self.layout
+        if layout.paged_bytes >= SMALL_BYTES:
+            self._wait_for_pages()
         if layout.reading.nbytes:
             start = time.perf_counter()
             self._buffer, hit = self.pool.obtain(self)
@@ -338,6 +386,20 @@ class Group:
             self._swap_out()
             raise
 
+    def _wait_for_pages(self) -> None:
+        ahead, self.pages_ahead = self.pages_ahead, None
+        absent = self.absent_pages() if ahead is None else []
+        self.counters.hits += not absent
+        self.counters.misses += bool(absent)
+        if ahead or absent:
+            start = time.perf_counter()
+            for reading in ahead or []:
+                with contextlib.suppress(BigModelError, CancelledError):  # what is wrong with a file is told when the tensor is asked for
+                    reading.result()
+            for read in absent:
+                read()
+            self.counters.stall_seconds += time.perf_counter() - start
+
     def _put_in(self, layout: _Layout) -> None:
         # Which kernel torch chooses depends on whether a weight requires a gradient, even where none is recorded; where one could be
         # recorded the weights are frozen, since they will be gone at the backward.
@@ -350,22 +412,25 @@ class Group:
                 resting = slot.resting
                 if frozen and resting.requires_grad:
                     _tell_frozen(resting)
-                self._put(slot, swap_parameter(slot.parameter_class, view, resting, resting.requires_grad and not frozen), copied=True)
-            for slot, lend, name in layout.lent:
+                self._put(slot, swap_parameter(slot.parameter_class, view, resting, resting.requires_grad and not frozen), returns=True)
+            present = [(slot, lend(name), False) for slot, lend, name in layout.lent]
+            for store, names, slots in layout.paged:
+                present += [(slot, value, True) for slot, value in zip(slots, store.pages(names), strict=True)]
+            for slot, value, returns in present:
                 resting = slot.resting
                 if frozen and resting.requires_grad:
                     _tell_frozen(resting)
-                real = swap_parameter(slot.parameter_class, lend(name), resting, resting.requires_grad and not frozen)
-                self._put(slot, real, copied=False)
+                real = swap_parameter(slot.parameter_class, value, resting, resting.requires_grad and not frozen)
+                self._put(slot, real, returns=returns)
             for slot in layout.elsewhere:
                 resting = slot.resting
                 if resting.requires_grad and frozen:
                     real = resting.to(device)  # a differentiable copy: the gradient reaches the one that rests
                 else:
                     real = swap_parameter(slot.parameter_class, resting.detach().to(device), resting, resting.requires_grad)
-                self._put(slot, real, copied=False)
+                self._put(slot, real, returns=False)
 
-    def _put(self, slot: Slot, real: torch.Tensor, *, copied: bool) -> None:
+    def _put(self, slot: Slot, real: torch.Tensor, *, returns: bool) -> None:
         swapped = []
         resting = slot.resting
         for owner in slot.owners:
@@ -374,17 +439,17 @@ class Group:
             if table.get(attribute) is resting:
                 table[attribute] = real
                 swapped.append(owner)
-        self._present.append(_Present(slot, real, version_of(real), swapped, copied))
+        self._present.append(_Present(slot, real, version_of(real), swapped, returns))
 
     def _swap_out(self) -> None:
         present, self._present = self._present, []
         buffer, self._buffer = self._buffer, None
         changed = []
-        for slot, real, version, owners, copied in present:
+        for slot, real, version, owners, returns in present:
             for owner in owners:
                 if owner.table.get(owner.attribute) is real:
                     owner.table[owner.attribute] = slot.resting
-            if copied and isinstance(slot.resting, LazyTensor) and (version_of(real) != version or _statistics(slot, owners)):
+            if returns and isinstance(slot.resting, LazyTensor) and (version_of(real) != version or _statistics(slot, owners)):
                 changed.append((slot.resting.origin, real.detach().to("cpu", copy=True)))
         del present
         slot = real = owners = None  # type: ignore[assignment]

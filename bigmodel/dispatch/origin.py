@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import DispatchError
-from ..protocols import Read, Store
+from ..protocols import PagedStore, Read, Store
 from .stores import MemoryStore, ResidentStore
 from .transforms import check_not_transformed, outside_transforms
 
@@ -148,6 +148,13 @@ class Origin:
         if casts or self.is_shared or not isinstance(store, ResidentStore):
             return None
         return store.resident
+
+    def pager(self) -> PagedStore | None:
+        """The store that has the tensor on mapped pages of a file, as it is to be read; None where reading has to copy. See `lender`."""
+        store, casts = self.source
+        if casts or self.is_shared or not isinstance(store, PagedStore) or not store.is_paged(self.name):
+            return None
+        return store
 
     def copy(self, casts: tuple[torch.dtype, ...] = ()) -> Origin:
         """The same values, independent of later writes on either side; nothing is read until somebody writes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 
 from ..constants import MiB
 from ..devices import has_streams, on_stream
+from ..errors import BigModelError
 from .transforms import outside_transforms
 
 if TYPE_CHECKING:
@@ -103,10 +104,18 @@ class _Reader:
     def submit(self, reading: Reading, buffer: Buffer) -> Future[None]:
         """Reads in the background, in the order of the calls."""
         with self._lock:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bigmodel-reader")
-            self._last = self._thread.submit(fill if self._staging is None else self._fill_on_device, reading, buffer)
+            self._last = self._started().submit(fill if self._staging is None else self._fill_on_device, reading, buffer)
             return self._last
+
+    def run(self, task: Callable[[], None]) -> Future[None]:
+        """Does something else in the background, behind the reads so far."""
+        with self._lock:
+            return self._started().submit(task)
+
+    def _started(self) -> ThreadPoolExecutor:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bigmodel-reader")
+        return self._thread
 
     def end(self) -> None:
         """Ends the thread; waits for a read under way, so that its memory is free when this returns."""
@@ -239,6 +248,14 @@ class Pool:
             if stale is not None:
                 self._give_back(stale[0], stale[1])
             return True
+
+    def read_ahead(self, group: Group) -> None:
+        """Begins to read those pages of files that `group` will be used on and that are not in memory, once for each use."""
+        with self._ahead_lock:
+            if group.pages_ahead is None and not group.in_use:
+                group.pages_ahead = []
+                with contextlib.suppress(BigModelError):  # the group's use will tell it
+                    group.pages_ahead = [self._reader.run(read) for read in group.absent_pages()]
 
     def release(self, buffer: Buffer, group: Group) -> None:
         """The last forward that used `buffer` is over; what lies in it stays until the memory is needed."""

@@ -33,8 +33,10 @@ class _Recall:
             raise DispatchError(
                 f"{self.origin.label} was changed between the forward and its backward: gradients would be those of other weights."
             )
+        pager = self.origin.pager() if self.group.pool.device.type == "cpu" else None
         with torch.no_grad():
-            return self.origin.fetch().as_strided(self.size, self.stride, self.offset)
+            whole = self.origin.fetch() if pager is None else pager.pages([self.origin.name])[0]
+            return whole.as_strided(self.size, self.stride, self.offset)
 
 
 class _Kept(NamedTuple):

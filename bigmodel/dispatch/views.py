@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import DispatchError
-from ..protocols import Read, Store
+from ..protocols import PagedStore, Read, Store
 from .lazy import LazyTensor, shares_memory
 from .origin import CPU, Origin
 from .transforms import outside_transforms
@@ -44,6 +44,9 @@ class View(Origin):
         return None if held is None else (held[0], self.apply(held[1]))
 
     def lender(self) -> Callable[[str], torch.Tensor] | None:
+        return None
+
+    def pager(self) -> PagedStore | None:
         return None
 
     def copy(self, casts: tuple[torch.dtype, ...] = ()) -> Origin:

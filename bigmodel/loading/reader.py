@@ -40,7 +40,7 @@ class Reader:
     """
 
     def __init__(self, identities: Mapping[CheckpointFile, FileIdentity] | None = None, reading: Reading = "buffered") -> None:
-        self._files = OpenFiles(identities)
+        self.files = OpenFiles(identities)
         self._reading = reading
         self._remote = RemoteReader(identities)
 
@@ -70,15 +70,15 @@ class Reader:
     def _read_batches(
         self, plan: ReadPlan, destinations: Sequence[torch.Tensor], progress: Progress | None, *, in_this_thread: bool
     ) -> None:
-        descriptors = self._files.checked(plan.files)
+        descriptors = self.files.checked(plan.files)
         flat = [destination.detach().view(-1) for destination in destinations]
         streams = side_streams(flat)
         if plan.remote:
             self._remote.read(plan.remote, flat, progress)
         if in_this_thread or len(plan.batches) <= 1 or plan.filled_bytes <= INLINE_BYTES:
-            _drain(iter(plan.batches), flat, streams, Way("buffered", self._files, descriptors, 0), progress, threading.Event())
+            _drain(iter(plan.batches), flat, streams, Way("buffered", self.files, descriptors, 0), progress, threading.Event())
             return
-        way = Way(self._reading, self._files, descriptors, sum(batch.nbytes for batch in plan.batches))
+        way = Way(self._reading, self.files, descriptors, sum(batch.nbytes for batch in plan.batches))
         pending = _Shared(plan.batches, descriptors, way)
         stop = threading.Event()
         pool = workers()
@@ -98,7 +98,7 @@ class Reader:
 
     def close(self) -> None:
         """Closes the files; a later read opens them again."""
-        self._files.close()
+        self.files.close()
 
     def _compute(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from ..protocols import Read, TensorSpec
 from .entry import FileIdentity
 from .location import CheckpointFile
+from .pages import MappedPages
 from .private_folder import PrivateFolder
 from .ranges import ReadPlan, plan_reads
 from .reader import Reader
@@ -20,7 +21,7 @@ __all__ = ["CheckpointStore"]
 
 
 class CheckpointStore:
-    """Reads tensors from the files of a checkpoint, as a `bigmodel.protocols.Store`.
+    """Reads tensors from the files of a checkpoint, as a `bigmodel.protocols.Store`, or maps them, as a `PagedStore`.
 
     Nothing is ever written to the files: a tensor that is replaced lives in RAM from then on. A copy (`copy.deepcopy`) has replacements of
     its own and shares the open files; a pickled one opens them again.
@@ -31,11 +32,14 @@ class CheckpointStore:
         transfers: Mapping[str, Transfer],
         identities: Mapping[CheckpointFile, FileIdentity] | None = None,
         folder: PrivateFolder | None = None,
+        *,
+        map_files: bool | None = None,
     ) -> None:
-        """`folder` holds some of the files and is removed with the last store that reads them."""
+        """`folder` holds some of the files and is removed with the last store that reads them. `map_files`: see `pages.MappedPages`."""
         self._folder = folder
         self._transfers = dict(transfers)
         self._reader = Reader(identities)
+        self._pages = MappedPages(self._reader.files, map_files)
         self._replaced: dict[str, torch.Tensor] = {}
         self._plans: dict[tuple[tuple[str, torch.dtype], ...], ReadPlan] = {}
 
@@ -98,12 +102,25 @@ class CheckpointStore:
             self._reader.read([(transfer.gathered(_runs(wanted)), found)])
             destination.detach().copy_(found[places])
 
+    def is_paged(self, name: str) -> bool:
+        """Whether the tensor can be used on mapped pages of its file. Raises KeyError."""
+        return name not in self._replaced and self._pages.can_hold(self._transfers[name])
+
+    def pages(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Tensors on mapped pages of their files. Raises `CheckpointError` when a file has changed since the checkpoint was opened."""
+        return self._pages.tensors([self._transfers[name] for name in names])
+
+    def absent_pages(self, names: Sequence[str]) -> Callable[[], None] | None:
+        """What reads the pages of these tensors that are not in memory, in any thread; None where samples say that all are."""
+        return self._pages.absent([self._transfers[name] for name in names])
+
     def write(self, name: str, value: torch.Tensor) -> None:
         """Replaces the value of `name` (same shape; any floating dtype) in RAM. Raises KeyError, and ValueError for another shape."""
         spec = self.spec(name)
         if tuple(value.shape) != spec.shape:
             raise ValueError(f"{name!r} has shape {list(spec.shape)}; the new value has {list(value.shape)}.")
         self._replaced[name] = value.detach().to(device="cpu", dtype=spec.dtype, copy=True)
+        self._pages.forget(name)
 
     def close(self) -> None:
         """Closes the files; a later read opens them again."""
@@ -112,6 +129,7 @@ class CheckpointStore:
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointStore:
         twin = CheckpointStore(self._transfers, folder=self._folder)
         twin._reader = self._reader
+        twin._pages = copy.deepcopy(self._pages, memo)
         twin._replaced = copy.deepcopy(self._replaced, memo)
         return twin
 

@@ -618,7 +618,7 @@ def test_load_state_dict_reaches_the_bytes(tmp_path, execution_device, recwarn):
 def test_dtype_and_layout_changes(tmp_path, execution_device):
     model, ids, expected = tiny()
     plain, _, _ = tiny()
-    store = on_disk(model, tmp_path, execution_device)
+    store = on_disk(model, tmp_path, execution_device, prefetch=False)
     run(model, ids)
     before = store.bytes_read
     model.half()

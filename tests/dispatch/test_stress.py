@@ -12,11 +12,17 @@ from typing import Any
 import pytest
 import torch
 from dispatch_models import FileStore
+from safetensors.torch import save_file
 from torch import nn
 
+import bigmodel.dispatch.group as group
 import bigmodel.dispatch.schedule as schedule
 from bigmodel.dispatch import LazyTensor, dispatch, undispatch
 from bigmodel.errors import DispatchError
+from bigmodel.loading import Checkpoint, CheckpointStore
+from bigmodel.loading.keys import Whole
+from bigmodel.loading.transfer import lower
+from bigmodel.protocols import Store
 
 WIDTH = 6
 
@@ -108,6 +114,17 @@ def smallest_ring_bytes(model: RandomModel, device_map: dict[str, Any], argument
     return 0
 
 
+def random_store(choice: random.Random, folder: Path, tensors: dict[str, torch.Tensor]) -> Store:
+    """Files of single tensors, or a checkpoint, whose pages are mapped or not."""
+    if choice.random() < 0.4:
+        return FileStore(folder, tensors)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors")
+    checkpoint = Checkpoint.open(folder)
+    transfers = {name: lower(Whole(name), checkpoint.entries, name, tensor.dtype) for name, tensor in tensors.items()}
+    return CheckpointStore(transfers, checkpoint.identities, map_files=choice.random() < 0.7)
+
+
 def one_case(seed: int, folder: Path, devices: list[torch.device]) -> None:
     choice = random.Random(seed)
     torch.manual_seed(seed)
@@ -116,7 +133,7 @@ def one_case(seed: int, folder: Path, devices: list[torch.device]) -> None:
     inputs = [torch.randint(0, 11, (2, 3)) for _ in range(3)]
     with torch.no_grad():
         expected = [plain(ids) for ids in inputs]
-    store = FileStore(folder, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
+    store = random_store(choice, folder, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
     main = devices[0] if devices else torch.device("cpu")
     for _ in range(choice.randint(1, 2)):
         device_map = random_map(choice, model, ["cpu", "disk", *range(len(devices))])
@@ -169,6 +186,7 @@ def _work(model: nn.Module, ids: torch.Tensor, expected: torch.Tensor, wrong: li
 @pytest.mark.parametrize("start", range(0, 60, 20))
 def test_random_cases_on_cpu(tmp_path, monkeypatch, start):
     monkeypatch.setattr(schedule, "_AHEAD_BYTES", 0)
+    monkeypatch.setattr(group, "SMALL_BYTES", 0)
     for seed in range(start, start + 20):
         one_case(seed, tmp_path / str(seed), [])
 
