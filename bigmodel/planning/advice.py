@@ -65,9 +65,9 @@ def advise(request: Request, found: Plan, solve: Callable[[Request], Plan], form
     """The changes that would let fewer bytes travel than `found` does, or fewer of them from disk, the best first.
 
     None if nothing to speak of travels, unless that is so because no accelerator can run the model, and the CPU does. `solve` plans a
-    changed request, without advice. Proposed are half precision, packed `formats`, a shorter context and a smaller batch (the largest that
-    lets everything stay, by halving), another card like the largest, a bigger one, and more RAM where something rests on disk. Only where
-    none of them lets everything stay, a packed format together with one of the others, and as many cards as it takes.
+    changed request, without advice. Proposed are half precision, packed `formats`, fewer logits, a shorter context and a smaller batch (the
+    largest that lets everything stay, by halving), another card like the largest, a bigger one, and more RAM where something rests on disk.
+    Only where none of them lets everything stay, a packed format together with one of the others, and as many cards as it takes.
     """
     if _fits(found):
         return ()
@@ -179,8 +179,10 @@ def _bits(format_: WeightFormat) -> int:
 
 
 def _less_of_a_run(request: Request, solve: Callable[[Request], Plan]) -> Iterator[_Change]:
-    """A shorter context, and a smaller batch: half as often as it takes, if any such lets everything stay, else half."""
+    """Fewer logits; a shorter context, and a smaller batch: half as often as it takes, if any such lets everything stay, else half."""
     run = request.workload
+    if run.logits == "all":
+        yield _Change("logits of the last token only (logits='last')", replace(request, workload=replace(run, logits="last")))
     context, batch = run.context or 1, run.batch
     yield from _halved(
         [

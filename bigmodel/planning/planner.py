@@ -99,7 +99,7 @@ def _solved(request: Request, work: SharedWork) -> Plan:
     """The plan without advice."""
     budgets, offload_buffers = request.budgets, request.offload_buffers
     inventory, needs = work.inventory(request), work.needs(request)
-    notes = list(needs.notes)
+    notes = [*work.packing_notes(request), *needs.notes]
 
     def assigned(units: Sequence[Unit]) -> Assignment:
         return assign(units, budgets, mode=request.mode, workspace_bytes=needs.workspace_bytes)

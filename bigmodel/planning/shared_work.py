@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Final
 
 import torch
 
@@ -14,6 +16,9 @@ from .stages import ModelFacts, facts_of
 
 __all__ = ["SharedWork"]
 
+LITTLE_PACKED: Final = 0.5
+"""Share of the weights below which a plan says how many are packed."""
+
 
 class SharedWork:
     """Inventories and needs of one model, kept for requests that differ in other things."""
@@ -22,6 +27,8 @@ class SharedWork:
         self._inventories: dict[tuple[DtypeLike | None, str], Inventory] = {}
         self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
         """Every distinct tensor with its first name, once the model has been walked over."""
+        self._packed_shares: dict[str, float] = {}
+        """Of all elements, by name of the format."""
         self._needs: dict[tuple[DtypeLike | None, Workload, bool], Needs] = {}
         self._facts: ModelFacts | None = None
 
@@ -30,11 +37,30 @@ class SharedWork:
         format_ = request.weight_format
         key = (request.dtype, "" if format_ is None else format_.name)
         if key not in self._inventories:
-            packed_sizes = None if format_ is None else format_.packed_sizes(request.model)
+            packed_sizes = {} if format_ is None else format_.packed_sizes(request.model)
             rule = tensor_bytes_rule(request.dtype, request.special_dtypes, packed_sizes)
             known = next(iter(self._inventories.values()), None)
             self._inventories[key] = self._walked(request, rule) if known is None else self._resized(known, rule)
+            if format_ is not None:
+                self._packed_shares[format_.name] = self._share(packed_sizes)
         return self._inventories[key]
+
+    def packing_notes(self, request: Request) -> list[str]:
+        """What to say where the packed format of the request packs little of the model."""
+        if request.weight_format is None:
+            return []
+        name = request.weight_format.name
+        share = self._packed_shares[name]
+        if share >= LITTLE_PACKED:
+            return []
+        return [
+            f"{name} packs {share:.1%} of the weights: it is for linear layers, and the rest (embeddings, stacked experts) stays as it is."
+        ]
+
+    def _share(self, packed: Collection[str]) -> float:
+        """How much of all elements the tensors of these names are."""
+        elements = {name: tensor.numel() for name, tensor in self._tensors.values()}
+        return sum(size for name, size in elements.items() if name in packed) / max(1, sum(elements.values()))
 
     def _walked(self, request: Request, rule: TensorBytes) -> Inventory:
         def recording(name: str, tensor: torch.Tensor) -> int:

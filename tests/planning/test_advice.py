@@ -176,6 +176,25 @@ def test_a_run_that_no_card_can_hold_is_explained(cached: None) -> None:
     ]
 
 
+def test_fewer_logits_are_proposed_where_they_take_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def needs_of(model: nn.Module, workload: needs_module.Workload, *rest: object, **named: object) -> needs_module.Needs:
+        return needs_module.Needs({"head": 4000 if workload.logits == "all" else 100})
+
+    monkeypatch.setattr("bigmodel.planning.shared_work.needs_of", needs_of)
+    made = plan(Decoder(), {0: TOTAL - EMBEDDING + 1000, "cpu": TOTAL}, context=64)  # the embedding is read by rows
+    assert made.moved_bytes
+    assert changes(made)["logits of the last token only (logits='last')"] == (0, 0, True)
+    assert not any("logits" in change for change in changes(plan(Decoder(), {0: 8 * BLOCK, "cpu": TOTAL})))
+
+
+def test_a_format_that_packs_little_says_so() -> None:
+    wide = Decoder(2, vocabulary=4000)
+    made = plan(wide, {0: 10**6}, weight_format=NF4)
+    share = 2 * 2 * 256 / sum(parameter.numel() for parameter in wide.parameters())
+    assert made.notes[0].startswith(f"nf4 packs {share:.1%} of the weights")
+    assert plan(Decoder(), {0: 10**6}, weight_format=NF4).notes == ()
+
+
 def test_where_no_context_lets_everything_stay_half_of_it_is_said(cached: None) -> None:
     budgets = {0: TOTAL // 2 + 8 * 10 * 2100, "cpu": TOTAL}
     made = plan(Decoder(), budgets, context=2048)
