@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -46,6 +46,8 @@ def plan(
     batch: int = 1,
     context: int | None = None,
     cache_dtype: DtypeLike | None = None,
+    logits: Literal["all", "last"] = "all",
+    example_inputs: Any = None,
     formats: Sequence[WeightFormat] = (),
     machine: MachineLike | None = None,
     objective: str | None = None,
@@ -65,7 +67,10 @@ def plan(
     room for them otherwise, the plan does so by itself and says it.
 
     `weight_format` packs weights on the way. With `context` (tokens per sequence) the plan keeps room for a run of `batch` sequences: the
-    KV cache (in `cache_dtype`, by default that of the activations), activations, logits; without it, budgets are for weights alone.
+    KV cache (in `cache_dtype`, by default that of the activations), activations, and logits of all tokens, or with `logits="last"` of the
+    last one, as transformers' `generate` computes them. `example_inputs` (a tensor, a sequence or a mapping of arguments) stand in for
+    tokens where a model takes something else. Without either, budgets are for weights alone: explicit ones are taken whole, measured ones
+    leave 5 % of an accelerator and 10 % of RAM for all of that.
     `advice` says what would help where something travels, which takes some more plans; `formats` are the packed formats it may propose.
 
     `machine` says how fast the devices are, for `Plan.prediction`: a `Machine`, "measured" (what `bigmodel bench` kept), or names of
@@ -86,7 +91,7 @@ def plan(
         weight_format,
         mode,
         offload_buffers,
-        Workload(batch, context, cache_dtype),
+        Workload(batch, context, cache_dtype, logits, example_inputs),
         find_machine(machine, budgets),
         objective,
     )
@@ -113,7 +118,7 @@ def _solved(request: Request, work: SharedWork) -> Plan:
             units, assignment, offload_buffers = travelling, with_buffers, True
             notes.append(f"Buffers of offloaded modules travel with them: device {assignment.main!r} has no room to keep them all.")
     refuse_unplaced(units, assignment, budgets)
-    notes += _passage_notes(units, assignment, budgets)
+    notes += _passage_notes(units, assignment, budgets, needs)
     found = _described(request, inventory, needs, units, assignment, offload_buffers, notes)
     if request.machine is None:
         return found
@@ -125,24 +130,26 @@ def _first_compute(budgets: Mapping[DeviceKey, int]) -> DeviceKey:
     return next((key for key, budget in budgets.items() if key not in ("cpu", "disk") and budget > 0), "cpu")
 
 
-def _passage_notes(units: Sequence[Unit], assignment: Assignment, budgets: Mapping[DeviceKey, int]) -> list[str]:
+def _passage_notes(units: Sequence[Unit], assignment: Assignment, budgets: Mapping[DeviceKey, int], needs: Needs) -> list[str]:
     """What to say about the room to pass through. Raises `PlanError` where there is none on any device."""
     notes: list[str] = []
     largest = max(units, key=lambda unit: unit.part_bytes)
-    needed_bytes = least_ring_bytes(units) + sum(unit.staying_bytes for unit in units)
+    needed_bytes = least_ring_bytes(units) + sum(unit.staying_bytes for unit in units) + needs.workspace_bytes
+    run_bytes = sum(unit.state_bytes for unit in units) + needs.workspace_bytes
+    run_text = f", {bytes_text(run_bytes)} of them for the run (a smaller batch or context takes less)" if run_bytes else ""
     name = largest.items[0].name or "the model"
     first = _first_compute(budgets)
     if first != "cpu" and assignment.main == "cpu":
         notes.append(
             f"Everything runs on the CPU: no accelerator has room for the largest part to pass through ({name}, "
-            f"{bytes_text(needed_bytes)}; device {first!r} offers {bytes_text(budgets[first])})."
+            f"{bytes_text(needed_bytes)}{run_text}; device {first!r} offers {bytes_text(budgets[first])})."
         )
     if not assignment.can_run:
         if "cpu" in budgets:
             largest_budget = max(budget for key, budget in budgets.items() if key != "disk")
             raise PlanError(
-                f"No device can run this model: {name} needs {needed_bytes:,} bytes to pass through, and the largest budget of a device "
-                f"that computes is {largest_budget:,}. Give 'cpu' or an accelerator at least that."
+                f"No device can run this model: {name} needs {needed_bytes:,} bytes to pass through{run_text}, and the largest budget of a "
+                f"device that computes is {largest_budget:,}. Give 'cpu' or an accelerator at least that."
             )
         notes.append(
             f"max_memory gives nothing for 'cpu', where this plan runs: it takes up to {bytes_text(ring_bytes(units, 2))} of RAM there."

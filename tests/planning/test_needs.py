@@ -197,6 +197,16 @@ def test_a_plan_keeps_the_needs_of_what_runs_on_each_device() -> None:
     assert [use.state_bytes for use in found.devices[:2]] == [count * held("llama", 2, CONTEXT, 4)[0] for count in layers]
 
 
+def test_a_run_that_fits_nowhere_is_refused_with_what_it_takes() -> None:
+    model = make("llama", device="meta")
+    needs = needs_of(model, Workload(batch=50, context=CONTEXT))
+    run_bytes = sum(needs.state_bytes.values()) + needs.workspace_bytes
+    with pytest.raises(PlanError, match=r"for the run.*smaller batch or context") as caught:
+        plan(model, {0: run_bytes // 2, "cpu": run_bytes // 2}, batch=50, context=CONTEXT)
+    assert int(str(caught.value).split(" bytes to pass")[0].rpartition(" ")[2].replace(",", "")) > run_bytes
+    assert plan(model, {0: run_bytes // 2, "cpu": run_bytes // 2}, batch=10, context=CONTEXT).main_device == 0
+
+
 def test_needs_are_measured_once_for_all_that_a_plan_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     measured = needs_module.dry_run
