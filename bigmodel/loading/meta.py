@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -13,8 +14,8 @@ import torch.utils._device
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
+from ..collecting import without_collecting
 from ..progress import environment_flag
 from .replace import new_parameter
 
@@ -36,50 +37,88 @@ def _remember_what_device_contexts_redirect() -> None:
 
 _remember_what_device_contexts_redirect()
 
-_FILLING: Final = frozenset(
-    {getattr(nn.init, name) for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")}
-    | {
-        getattr(torch.Tensor, name)
-        for name in (
-            "uniform_",
-            "normal_",
-            "log_normal_",
-            "exponential_",
-            "cauchy_",
-            "geometric_",
-            "random_",
-            "bernoulli_",
-            "zero_",
-            "fill_",
-        )
-    }
-)
-"""Functions that only give values, and return the tensor that they got."""
-
-
-class _SkipFilling(TorchFunctionMode):
-    """Leaves out initialisations of meta tensors: torch would compute their shapes again at every step, for nothing."""
-
-    def __torch_function__(self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _FILLING:
-            tensor = args[0] if args else kwargs.get("tensor")
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta":
-                return tensor
-        return func(*args, **kwargs)
-
 
 class _Contexts(threading.local):
-    """The contexts that this thread is in, innermost last."""
+    """The contexts that this thread is in."""
 
     def __init__(self) -> None:
         self.stack: list[_Registration] = []
+        """Those that move parameters, innermost last."""
+        self.on_meta = 0
+        """How many of them leave meta tensors unfilled."""
 
 
-_contexts = _Contexts()
 _lock = threading.Lock()
 _users = 0
 _hook: Any = None
+
+
+_contexts = _Contexts()
+
+_FILLING_METHODS: Final = ("uniform_", "normal_", "log_normal_", "exponential_", "cauchy_", "geometric_", "random_", "bernoulli_")
+"""Methods of tensors that only give values, and take long on meta: torch computes shapes, some of them in Python."""
+
+
+def _unless_on_meta(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def fill(*args: Any, **kwargs: Any) -> Any:
+        if _contexts.on_meta:
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                return tensor
+        return original(*args, **kwargs)
+
+    return fill
+
+
+class _Unfilled:
+    """While any thread is in a context: functions that fill a tensor return a meta tensor as it is, in the threads that are in one.
+
+    A `TorchFunctionMode` would reach the same, at the price of a Python call for everything that torch does meanwhile.
+    """
+
+    def __init__(self) -> None:
+        names = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
+        self._places = [(nn.init, name) for name in names] + [(torch.Tensor, name) for name in _FILLING_METHODS]
+        self._users = 0
+        self._lock = threading.Lock()
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+
+    @contextlib.contextmanager
+    def in_this_thread(self) -> Iterator[None]:
+        with self._lock:
+            if self._users == 0:
+                self._install()
+            self._users += 1
+        _contexts.on_meta += 1
+        try:
+            yield
+        finally:
+            _contexts.on_meta -= 1
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    self._remove()
+
+    def _install(self) -> None:
+        for holder, name in self._places:
+            original = getattr(holder, name)
+            fill = _unless_on_meta(original)
+            self._replaced.append((holder, name, vars(holder).get(name), fill))
+            setattr(holder, name, fill)
+
+    def _remove(self) -> None:
+        for holder, name, original, fill in self._replaced:
+            if vars(holder).get(name) is not fill:
+                continue  # somebody else has replaced it since, and will put back what is here now: it does nothing outside of a context
+            if original is None:
+                delattr(holder, name)
+            else:
+                setattr(holder, name, original)
+        self._replaced.clear()
+
+
+_unfilled = _Unfilled()
 
 
 class _Registration:
@@ -149,5 +188,6 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     with contextlib.ExitStack() as stack:
         stack.enter_context(device if include_buffers else _moving_parameters(device))
         if device.type == "meta":
-            stack.enter_context(_SkipFilling())
+            stack.enter_context(_unfilled.in_this_thread())
+            stack.enter_context(without_collecting())
         yield

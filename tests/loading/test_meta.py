@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -153,3 +154,35 @@ def test_device_contexts_redirect_every_constructor_after_transformers_has_built
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "meta", done.stderr[-2000:]
+
+
+def test_only_threads_inside_leave_tensors_unfilled_and_nothing_is_left_behind():
+    before = dict(vars(nn.init)), set(vars(torch.Tensor))
+    with init_empty_weights():
+        assert nn.init.normal_ is not before[0]["normal_"]
+        weight = torch.empty(3, device="meta")
+        assert nn.init.normal_(weight) is weight
+        assert weight.normal_() is weight
+        real = torch.empty(3).fill_(7.0)
+        assert nn.init.constant_(real, 2.0).tolist() == [2.0] * 3  # tensors that are somewhere get their values
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(lambda: nn.init.ones_(torch.empty(2)).tolist()).result() == [1.0, 1.0]
+            filled = pool.submit(lambda: torch.empty(1000).uniform_(2, 3).mean().item()).result()
+            assert 2 < filled < 3
+        with init_empty_weights(include_buffers=True):
+            assert nn.Linear(2, 2).weight.is_meta
+        assert nn.init.normal_(weight) is weight
+    assert (dict(vars(nn.init)), set(vars(torch.Tensor))) == before
+
+
+def test_what_others_put_in_place_meanwhile_is_theirs_to_take_off():
+    original = nn.init.ones_
+    with init_empty_weights():
+        ours = nn.init.ones_
+        nn.init.ones_ = lambda tensor: tensor
+        others = nn.init.ones_
+    try:
+        assert nn.init.ones_ is others
+        assert ours(torch.empty(2)).tolist() == [1.0, 1.0]
+    finally:
+        nn.init.ones_ = original
