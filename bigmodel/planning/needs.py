@@ -20,7 +20,7 @@ from .kv_cache import CacheLayer, cache_layers
 from .live_bytes import ALLOCATION_UNIT_BYTES, rounded
 from .sizes import DtypeLike, as_dtype, dtype_byte_size
 
-__all__ = ["Needs", "Workload", "needs_of"]
+__all__ = ["Needs", "Workload", "compute_dtype", "needs_of"]
 
 _TASKS_OF_ONE_FORWARD = (
     "ForMaskedLM",
@@ -85,28 +85,28 @@ def needs_of(model: nn.Module, workload: Workload, dtype: DtypeLike | None = Non
     """
     if workload.context is None and workload.example_inputs is None:
         return Needs()
-    compute_dtype = _compute_dtype(model, dtype)
+    activations_dtype = compute_dtype(model, dtype)
     notes: list[str] = []
     try:
         run = dry_run(
             model,
             workload.batch,
             workload.context or 1,
-            dtype=None if dtype is None else compute_dtype,
+            dtype=None if dtype is None else activations_dtype,
             last_logits=workload.logits == "last",
             example_inputs=workload.example_inputs,
             device=next(iter(accelerators()), None) if on_accelerator else torch.device("cpu"),
         )
         notes += run.notes
     except DryRunError as error:
-        estimate = _estimated(model, workload, compute_dtype)
+        estimate = _estimated(model, workload, activations_dtype)
         run = estimate or DryRun(0, kept_bytes=None)
         what = "Nothing is reserved for activations" if estimate is None else "Activations are estimated by formula"
         notes.append(f"{what}: the model cannot be run on shapes alone ({error}).")
-    state_bytes, unplaced_bytes = _cache(model, workload, compute_dtype, run, notes)
+    state_bytes, unplaced_bytes = _cache(model, workload, activations_dtype, run, notes)
     workspace_bytes = run.workspace_bytes + unplaced_bytes
     if workspace_bytes or state_bytes:
-        workspace_bytes += _rounding_bytes(model, None if dtype is None else compute_dtype)
+        workspace_bytes += _rounding_bytes(model, None if dtype is None else activations_dtype)
     for name, nbytes in run.extra_bytes.items():
         if any(True for _ in model.get_submodule(name).parameters()):
             state_bytes[name] = state_bytes.get(name, 0) + nbytes
@@ -120,7 +120,7 @@ def needs_of(model: nn.Module, workload: Workload, dtype: DtypeLike | None = Non
     return Needs(state_bytes, workspace_bytes, tuple(notes))
 
 
-def _compute_dtype(model: nn.Module, dtype: DtypeLike | None) -> torch.dtype:
+def compute_dtype(model: nn.Module, dtype: DtypeLike | None) -> torch.dtype:
     """That of activations: `dtype`, or that of the first floating weight; bfloat16 where weights take a byte or less each."""
     if dtype is None:
         found = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.get_default_dtype())

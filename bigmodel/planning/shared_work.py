@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from .items import Inventory, find_items
-from .needs import Needs, Workload, needs_of
+from .needs import Needs, Workload, compute_dtype, needs_of
 from .request import Request
 from .sizes import DtypeLike, TensorBytes, tensor_bytes_rule
 from .stages import ModelFacts, facts_of
@@ -27,6 +27,8 @@ class SharedWork:
         self._inventories: dict[tuple[DtypeLike | None, str], Inventory] = {}
         self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
         """Every distinct tensor with its first name, once the model has been walked over."""
+        self._largest_packed: dict[str, int] = {}
+        """Elements of the largest weight that each packed format packs."""
         self._packed_shares: dict[str, float] = {}
         """Of all elements, by name of the format."""
         self._needs: dict[tuple[DtypeLike | None, Workload, bool], Needs] = {}
@@ -43,6 +45,8 @@ class SharedWork:
             self._inventories[key] = self._walked(request, rule) if known is None else self._resized(known, rule)
             if format_ is not None:
                 self._packed_shares[format_.name] = self._share(packed_sizes)
+                packed = (tensor.numel() for name, tensor in self._tensors.values() if name in packed_sizes)
+                self._largest_packed[format_.name] = max(packed, default=0)
         return self._inventories[key]
 
     def packing_notes(self, request: Request) -> list[str]:
@@ -73,12 +77,17 @@ class SharedWork:
         return replace(known, nbytes={key: rule(*self._tensors[key]) for key in known.nbytes})
 
     def needs(self, request: Request) -> Needs:
-        """What the run needs beside weights."""
+        """What the run needs beside weights. A packed weight is unpacked for its product: there is room for the largest of them."""
         on_accelerator = any(budget > 0 for key, budget in request.budgets.items() if key not in ("cpu", "disk"))
         key = (request.dtype, request.workload, on_accelerator)
         if key not in self._needs:
             self._needs[key] = needs_of(request.model, request.workload, request.dtype, on_accelerator=on_accelerator)
-        return self._needs[key]
+        needs = self._needs[key]
+        if request.weight_format is None or not needs.workspace_bytes:
+            return needs
+        self.inventory(request)
+        unpacked_bytes = self._largest_packed[request.weight_format.name] * compute_dtype(request.model, request.dtype).itemsize
+        return replace(needs, workspace_bytes=needs.workspace_bytes + unpacked_bytes)
 
     def facts(self, request: Request) -> ModelFacts:
         """What the model computes, for predictions."""

@@ -19,8 +19,10 @@ from bigmodel.planning import CustomDtype, plan, skeleton
 from bigmodel.planning.kv_cache import cache_layers
 from bigmodel.planning.needs import Needs, Workload, needs_of
 from bigmodel.protocols import TensorSpec
+from bigmodel.quantization import weight_format
 
 CONTEXT = 64
+ROOM = 1 << 30
 
 
 def names_only(name: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> nn.Module:
@@ -195,6 +197,16 @@ def test_a_plan_keeps_the_needs_of_what_runs_on_each_device() -> None:
     layers = [sum(name.startswith("model.layers") for name in use.contents) for use in found.devices[:2]]
     assert sum(layers) == 4
     assert [use.state_bytes for use in found.devices[:2]] == [count * held("llama", 2, CONTEXT, 4)[0] for count in layers]
+
+
+def test_packed_weights_have_room_to_be_unpacked_one_at_a_time() -> None:
+    config = transformers.LlamaConfig(**TEXT | {"hidden_size": 128, "intermediate_size": 320})
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    plain, packed = (plan(model, {0: ROOM}, context=CONTEXT, weight_format=packing) for packing in (None, weight_format("nf4")))
+    assert packed.devices[0].resident_bytes < plain.devices[0].resident_bytes
+    assert packed.devices[0].workspace_bytes == plain.devices[0].workspace_bytes + 128 * 320 * 2
+    assert plan(model, {0: ROOM}, weight_format=weight_format("nf4")).devices[0].workspace_bytes == 0
 
 
 def test_a_run_that_fits_nowhere_is_refused_with_what_it_takes() -> None:
