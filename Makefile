@@ -40,6 +40,7 @@ bench: .venv-bench/.installed  ## side by side with accelerate; its own environm
 	.venv-bench/bin/python benchmarks/main_job.py
 	.venv-bench/bin/python benchmarks/loading.py
 	.venv-bench/bin/python benchmarks/prediction.py
+	.venv-bench/bin/python benchmarks/quantization.py
 	.venv-bench/bin/python benchmarks/planning.py
 
 docs: $(VENV)/.installed  ## runs every example in README and docs
