@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Annotated
 
 import typer
@@ -10,6 +11,13 @@ from .. import plans
 from .budgets import MaxMemory, joined_budgets
 
 __all__ = ["plan"]
+
+
+class Logits(Enum):
+    """Which logits a forward computes."""
+
+    ALL = "all"
+    LAST = "last"
 
 
 def plan(
@@ -32,6 +40,9 @@ def plan(
         int | None, typer.Option(help="Tokens per sequence: keeps room for KV cache, activations and logits.", min=1)
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences that run together.", min=1)] = 1,
+    logits: Annotated[
+        Logits, typer.Option(help="Room for the logits of all tokens, as a plain call computes them, or of the last, as generate does.")
+    ] = Logits.ALL,
     objective: Annotated[
         str | None, typer.Option(help="latency or throughput, for hardware that is named or measured; fewest bytes moved without it.")
     ] = None,
@@ -48,6 +59,7 @@ def plan(
         dtype=dtype,
         context=context,
         batch=batch,
+        logits=logits.value,
         mode=strategy,
         objective=objective,
     )

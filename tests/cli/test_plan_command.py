@@ -48,7 +48,9 @@ def test_the_table_says_what_would_help(checkpoint: Path, capsys: pytest.Capture
 
 
 def test_packed_formats_context_and_batch_are_options(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "plan", checkpoint, "--gpu", "1GiB", "--dtype", "nf4", "--context", 128, "--batch", 2, "--json")
+    code, out, _ = run(
+        capsys, "plan", checkpoint, "--gpu", "1GiB", "--dtype", "nf4", "--context", 128, "--batch", 2, "--logits", "last", "--json"
+    )
     assert code == 0
     made = Plan.from_json(out)
     assert (made.weight_format, made.context, made.batch) == ("nf4", 128, 2)
