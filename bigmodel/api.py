@@ -42,7 +42,7 @@ from .loading import (
     load_checkpoint_in_model,
 )
 from .loading import save_model as write_model
-from .modules import named_module_tensors
+from .modules import get_non_persistent_buffers, named_module_tensors
 from .placing import DeviceMap, Placing, find_placing, main_device_of, refuse_absent
 from .planning import check_device_map, convert_file_size_to_int, infer_auto_device_map
 from .protocols import Store
@@ -278,8 +278,11 @@ def cpu_offload(
     """Lets every weight of `model` rest in RAM and come to `execution_device` (by default the first parameter's) when it is needed."""
     device = as_device(execution_device) if execution_device is not None else _execution_device(model)
     if state_dict is None:
-        own = model.state_dict().items()
-        away = [(name, value) for name, value in own if not (isinstance(value, LazyTensor) and value.origin.store.kind == "cpu")]
+        away = [
+            (name, value)
+            for name, value in _own_tensors(model).items()
+            if not (isinstance(value, LazyTensor) and value.origin.store.kind == "cpu")
+        ]
         state_dict = {name: value.to("cpu") for name, value in away}
     return _offload_everything(model, device, as_store(state_dict), offload_buffers, preload_module_classes)
 
@@ -333,6 +336,14 @@ def save_model(
         metadata,
         fetch=lambda name: values_of(state[name]),
     )
+
+
+def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What the model has registered and would save, under all names. (Packed layers save it under other names.)"""
+    transient = get_non_persistent_buffers(model, recurse=True, fqns=True)
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name not in transient}
+    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def _dispatch_or_move(
@@ -414,7 +425,7 @@ def _folder_store(
 
     Raises `CheckpointError` when the folder is another model's, or cannot be written.
     """
-    own = model.state_dict()
+    own = _own_tensors(model)
     here = {name: own[name] for name in names if name in own and (isinstance(own[name], LazyTensor) or not own[name].is_meta)}
     if here:
         fill_folder(folder, model, here)

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import copy
 
+import bitsandbytes
 import pytest
 import torch
 from quantized_models import TOKENS, Block, empty_net, saved_net, with_bitsandbytes
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from bigmodel import MatchError, PlanError, QuantizationError, load_checkpoint_and_dispatch, placement, save_model
+from bigmodel import (
+    MatchError,
+    PlanError,
+    QuantizationError,
+    cpu_offload,
+    dispatch_model,
+    load_checkpoint_and_dispatch,
+    placement,
+    save_model,
+    undispatch,
+)
+from bigmodel.measure import PeakPrivateMemory
 from bigmodel.planning import plan
 from bigmodel.quantization import BnbQuantizationConfig, packed_layers, scheme_of, weight_format
 
@@ -214,3 +226,53 @@ def test_gradients_reach_adapters_over_packed_layers_wherever_these_rest(tmp_pat
         assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
         found.append(gradients)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_dispatched_packed_models_are_copied_and_taken_apart_again(tmp_path, config):
+    net = saved_net(tmp_path)
+    expected = output(with_bitsandbytes(net, config))
+    model = load_checkpoint_and_dispatch(
+        empty_net(), tmp_path, device_map={"": "cpu", "layers.0": "disk", "layers.1": "disk"}, quantization=config
+    )
+    twin = copy.deepcopy(model)
+    assert torch.equal(output(twin), expected)
+    undispatch(model)
+    kinds = {type(layer.weight) for layer in packed_layers(model).values()}
+    assert kinds == {bitsandbytes.nn.Params4bit if config.load_in_4bit else bitsandbytes.nn.Int8Params}
+    assert torch.equal(output(model), expected)
+    assert torch.equal(output(twin), expected)
+    dispatched = dispatch_model(model, {"": "cpu", "layers.2": "disk"}, offload_dir=tmp_path / "offload")
+    assert torch.equal(output(dispatched), expected)
+    assert torch.equal(output(cpu_offload(undispatch(dispatched))), expected)
+
+
+def test_packed_blocks_travel_in_parts_through_little_memory(tmp_path, accelerators):
+    net = saved_net(tmp_path)
+    accelerators(1, check_leaks=False)  # bitsandbytes keeps small tables on each device
+    budgets = {0: 30_000, "cpu": "1GB"}
+    model = load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map="auto", max_memory=budgets, quantization=NF4)
+    assert torch.equal(output(model).cpu(), output(with_bitsandbytes(net, NF4)))
+    assert "cpu" in model.hf_device_map.values()
+
+
+def test_no_unpacked_weight_is_ever_in_memory(tmp_path):
+    def wide() -> nn.Module:
+        layers = [nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16) for _ in range(4)]
+        return nn.Sequential(*layers, nn.Linear(4096, 8, dtype=torch.bfloat16))
+
+    save_file(wide().state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = wide()
+    largest = model[0].weight.nbytes
+    load_checkpoint_and_dispatch(empty_net(), saved_folder(tmp_path), device_map={"": "cpu"}, quantization=NF4)  # imports, threads
+    with PeakPrivateMemory() as memory:
+        load_checkpoint_and_dispatch(model, tmp_path / "model.safetensors", device_map={"": "cpu"}, quantization=NF4)
+    packed = sum(tensor.nbytes for tensor in model.parameters())
+    assert memory.peak_bytes <= packed + largest + (32 << 20)  # less than a second weight's worth beyond what stays
+
+
+def saved_folder(folder):
+    inner = folder / "small"
+    inner.mkdir()
+    saved_net(inner)
+    return inner
