@@ -14,7 +14,7 @@ from ..modules import find_blocks, row_tables
 from ..parts import smallest_ring
 from .sizes import TensorBytes
 
-__all__ = ["Inventory", "Item", "Travel", "Unit", "buffer_bytes", "find_items", "join_tied"]
+__all__ = ["Inventory", "Item", "Travel", "Unit", "buffer_bytes", "find_items", "join_tied", "largest_part"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +219,15 @@ def _state_by_item(inventory: Inventory, state_bytes: Mapping[str, int]) -> dict
             raise PlanError(f"State of the run is given for module {module!r}, which holds no weights and is part of no block.")
         state[name] = state.get(name, 0) + nbytes
     return state
+
+
+def largest_part(units: Sequence[Unit]) -> str:
+    """The name of the module that needs the most room to pass through: it cannot be cut any further."""
+    largest = max(units, key=lambda unit: unit.part_bytes)
+    blocks = {item.name: item.module for item in largest.items if item.module is not None}
+    if len(blocks) < len(largest.items):
+        return largest.items[0].name
+    return smallest_ring(blocks, lambda _, tensor: tensor.nbytes, slots=1).module
 
 
 class _Making:

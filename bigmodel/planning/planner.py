@@ -17,7 +17,7 @@ from ..text import bytes_text
 from .advice import advise
 from .device_maps import clean_device_map
 from .infer import map_entries, refuse_unplaced
-from .items import Inventory, Travel, Unit, buffer_bytes, join_tied
+from .items import Inventory, Travel, Unit, buffer_bytes, join_tied, largest_part
 from .memory import measured_budgets, parse_budgets
 from .needs import Needs, Workload
 from .objective import choose
@@ -133,11 +133,10 @@ def _first_compute(budgets: Mapping[DeviceKey, int]) -> DeviceKey:
 def _passage_notes(units: Sequence[Unit], assignment: Assignment, budgets: Mapping[DeviceKey, int], needs: Needs) -> list[str]:
     """What to say about the room to pass through. Raises `PlanError` where there is none on any device."""
     notes: list[str] = []
-    largest = max(units, key=lambda unit: unit.part_bytes)
     needed_bytes = least_ring_bytes(units) + sum(unit.staying_bytes for unit in units) + needs.workspace_bytes
     run_bytes = sum(unit.state_bytes for unit in units) + needs.workspace_bytes
     run_text = f", {bytes_text(run_bytes)} of them for the run (a smaller batch or context takes less)" if run_bytes else ""
-    name = largest.items[0].name or "the model"
+    name = largest_part(units) or "the model"
     first = _first_compute(budgets)
     if first != "cpu" and assignment.main == "cpu":
         notes.append(

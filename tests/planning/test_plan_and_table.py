@@ -274,3 +274,12 @@ def test_more_budget_never_offloads_more(blocks, vocabulary, tied, accelerators,
 
 def test_sizes_of_a_plan_are_those_of_the_model():
     assert plan(Decoder(), {0: 1 << 30}).total_bytes == compute_module_sizes(Decoder())[""]
+
+
+def test_the_module_that_is_too_large_for_every_device_is_named():
+    model = Decoder(vocabulary=1)
+    with torch.device("meta"):
+        model.layers[3].up = nn.Linear(16, 100, bias=False)
+    with pytest.raises(PlanError, match=r"No device can run this model: layers\.3\.up needs 6,400 bytes to pass through.* is 5,000"):
+        plan(model, {0: 5000, 1: 4000, "cpu": 5000})
+    assert plan(model, {0: 6400, "cpu": 5000}).main_device == 0
