@@ -5,7 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -176,17 +180,66 @@ def test_servers_that_misbehave_but_send_it_in_the_end(server: RangeServer, faul
 
 def test_a_cut_is_resumed_where_it_was(server: RangeServer) -> None:
     checkpoint = Checkpoint.open(server.url("one/model.safetensors"))
-    before = len(server.requests)
+    cut: list[tuple[int, int]] = []
 
     def cut_once(answer: Answer) -> None:
-        if answer.number == before:
+        if not cut and len(answer.body) > 2000:
+            cut.append((answer.start, answer.start + len(answer.body)))
             answer.cut = 1500
 
     server.fault = cut_once
-    load(model(), checkpoint)
-    asked = [(start, end) for _, start, end in server.requests[before:]]
-    first, end = asked[0]
-    assert (first + 1500, end) in asked
+    filled = model()
+    load(filled, checkpoint)
+    assert is_filled(filled)
+    ((start, end),) = cut
+    assert [request for request in server.requests if request[1:] == (start + 1500, end)] == [("one/model.safetensors", start + 1500, end)]
+
+
+def test_ctrl_c_ends_a_load_from_a_silent_server_at_once(server: RangeServer) -> None:
+    """In a process of its own, as Ctrl-C reaches it."""
+    program = (
+        "import sys, torch\n"
+        "from bigmodel.loading import Checkpoint, ranges\n"
+        "from bigmodel.loading.remote import reader\n"
+        "from bigmodel import load_and_dispatch\n"
+        "ranges.DIRECT_BYTES = reader.SHORTEST_REQUEST_BYTES = 4096\n"
+        "checkpoint = Checkpoint.open(sys.argv[1])\n"
+        "with torch.device('meta'): model = torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.Linear(64, 320))\n"
+        "print('opened', flush=True)\n"
+        "try: load_and_dispatch(model, checkpoint, device_map={'': 'cpu'})\n"
+        "except KeyboardInterrupt: print('interrupted', all(p.is_meta for p in model.parameters()), flush=True)\n"
+    )
+    release = threading.Event()
+    reached = threading.Event()
+
+    def silent(answer: Answer) -> None:
+        if answer.start > 8:
+            reached.set()
+            release.wait(60)
+
+    server.fault = silent
+    run = subprocess.Popen([sys.executable, "-c", program, server.url("one/model.safetensors")], stdout=subprocess.PIPE, text=True)
+    try:
+        assert reached.wait(60)
+        time.sleep(0.2)  # until its threads all wait
+        started = time.perf_counter()
+        run.send_signal(signal.SIGINT)
+        out, _ = run.communicate(timeout=60)
+        assert out.splitlines() == ["opened", "interrupted True"]
+        assert run.returncode == 0
+        assert time.perf_counter() - started < 10
+    finally:
+        release.set()
+        run.kill()
+
+
+def test_weights_stream_to_an_accelerator(server: RangeServer, accelerators: Callable[..., None]) -> None:
+    accelerators(1, memory="8MiB")
+    for dtype in (torch.float32, torch.bfloat16):
+        filled = model(dtype)
+        load(filled, Checkpoint.open(server.url("sharded")), {"": 0})
+        assert {parameter.device for parameter in filled.parameters()} == {torch.device(torch.accelerator.current_accelerator().type, 0)}
+        assert is_filled(filled.cpu(), dtype)
 
 
 def test_a_server_without_ranges_sends_every_file_once(server: RangeServer) -> None:
