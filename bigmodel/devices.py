@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import psutil
 import torch
 
+from .cgroups import headroom_bytes
 from .errors import PlanError
 
 __all__ = [
@@ -160,35 +161,10 @@ def reading_threads() -> int:
     return min(8, max(2, host_cores()))
 
 
-def _cgroup_headroom_bytes() -> int | None:
-    """Bytes left under the memory limit of this process's control group (versions 2 and 1), or None without a limit."""
-    pairs = [
-        (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"), Path("/sys/fs/cgroup/memory.stat")),
-        (
-            Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-            Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-            Path("/sys/fs/cgroup/memory/memory.stat"),
-        ),
-    ]
-    for limit_file, usage_file, stat_file in pairs:
-        try:
-            limit = limit_file.read_text().strip()
-            usage = int(usage_file.read_text())
-            statistics = dict(line.split() for line in stat_file.read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        if limit == "max" or int(limit) >= 1 << 60:
-            return None
-        # Clean page cache counts as usage but is given back on demand.
-        reclaimable = int(statistics.get("inactive_file", statistics.get("total_inactive_file", "0")))
-        return max(0, int(limit) - usage + reclaimable)
-    return None
-
-
 def available_host_bytes() -> int:
     """Bytes of RAM that new allocations can have: what the system reports as available, within the container's limit."""
     available = int(psutil.virtual_memory().available)
-    headroom = _cgroup_headroom_bytes()
+    headroom = headroom_bytes()
     return available if headroom is None else min(available, headroom)
 
 
