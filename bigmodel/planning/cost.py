@@ -106,13 +106,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """How the dispatch moves weights: what decides which times overlap."""
+    """How weights move: what decides which times overlap. What has a default is as the dispatch does it."""
 
     ring_slots: int = 2
     """Whole groups that the ring has room for; 0: groups travel in parts."""
     overlaps: bool = True
     """Whether the next group, or part of one, travels while one computes; otherwise they take turns."""
-    maps_files: bool = False
+    maps_files: bool = True
     """Whether arithmetic on the CPU reads weights on disk where the page cache has them, without a copy, if nothing converts them."""
     locks_ram: bool = False
     """Whether weights resting in RAM are page-locked there: they cross the link without being copied into staging memory first."""

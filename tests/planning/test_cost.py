@@ -20,6 +20,7 @@ FROM_DISK = replace(FROM_RAM, name="from disk", rests_on="disk")
 ON_CPU = replace(FROM_DISK, name="on the CPU", runs_on="cpu")
 
 TWO, ONE, PARTS = Moving(2), Moving(1, overlaps=False), Moving(0)
+COPIES = Moving(2, maps_files=False)
 
 
 def seconds(*stages: Stage, run: Run = RUN, moving: Moving = TWO, machine=MACHINE, tokens: int = 1, past: int = 0, is_cached: bool = True):
@@ -85,20 +86,19 @@ def test_the_disk_is_read_unless_the_page_cache_holds_the_file():
 
 def test_on_the_cpu_copies_and_arithmetic_share_the_cores():
     # 2.5 s of copying by four threads and 1 s of arithmetic by two, on four cores: 3 s.
-    assert seconds(*[ON_CPU] * 3) == (9.0, "cores of cpu")
+    assert seconds(*[ON_CPU] * 3, moving=COPIES) == (9.0, "cores of cpu")
     few = replace(MACHINE, compute_threads=1, reading_threads=1)
-    assert seconds(*[ON_CPU] * 3, machine=few) == (7.5, "page cache")
-    assert seconds(*[ON_CPU] * 3, is_cached=False) == (60.0, "disk")
-    assert seconds(*[ON_CPU] * 3, moving=ONE) == (10.5, "page cache")
+    assert seconds(*[ON_CPU] * 3, moving=COPIES, machine=few) == (7.5, "page cache")
+    assert seconds(*[ON_CPU] * 3, moving=COPIES, is_cached=False) == (60.0, "disk")
+    assert seconds(*[ON_CPU] * 3, moving=replace(COPIES, overlaps=False)) == (10.5, "page cache")
 
 
 def test_pages_that_are_used_in_place_are_not_copied():
-    mapped = Moving(2, maps_files=True)
-    assert seconds(*[ON_CPU] * 3, moving=mapped) == (3.0, "memory of cpu")
-    assert seconds(*[ON_CPU] * 3, moving=mapped, is_cached=False) == (60.0, "disk")
+    assert seconds(*[ON_CPU] * 3) == (3.0, "memory of cpu")
+    assert seconds(*[ON_CPU] * 3, is_cached=False) == (60.0, "disk")
     converted = replace(ON_CPU, file_bytes=200, loaded_bytes=100)
-    assert seconds(*[converted] * 3, moving=mapped) == (9.0, "cores of cpu")
-    assert seconds(*[FROM_DISK] * 3, moving=mapped) == (30.0, "link to device 0")  # a link has to be crossed in any case
+    assert seconds(*[converted] * 3) == (9.0, "cores of cpu")
+    assert seconds(*[FROM_DISK] * 3) == (30.0, "link to device 0")  # a link has to be crossed in any case
 
 
 def test_only_the_experts_that_tokens_choose_are_read():
