@@ -6,7 +6,7 @@ from .checkpoint import Checkpoint
 from .dtypes import as_dtype, dtype_rule
 from .entry import Entry, FileIdentity
 from .folder_owner import check_owner, fill_folder, write_owner
-from .into_model import load, load_checkpoint_in_model, load_offloaded_weights
+from .into_model import load, load_checkpoint_in_model, load_offloaded_weights, load_together
 from .keys import Computed, Concatenate, KeyRules, Renamed, SameNames, Slice, Source, Stack, Transpose, Whole
 from .match import DtypeOf, Match, match
 from .materialize import check_covering, materialize, placements
@@ -69,6 +69,7 @@ __all__ = [
     "load_offloaded_weight",
     "load_offloaded_weights",
     "load_state_dict",
+    "load_together",
     "match",
     "materialize",
     "offload_state_dict",

@@ -18,25 +18,24 @@ from ..atomic import folder_to_write, write_atomically
 from ..constants import OFFLOAD_INDEX_NAME
 from ..device_map import normalized, unknown_entries
 from ..devices import DeviceKey
-from ..errors import BigModelError, CheckpointError, PlanError
+from ..errors import BigModelError, PlanError
 from ..progress import ProgressCallback
 from ..protocols import Packer
 from .checkpoint import Checkpoint
 from .dtypes import dtype_rule
 from .entry import Sharded
+from .exchange import exchange, several_processes
 from .folder_owner import OWNER_NAME, check_owner, write_owner
-from .host_memory import empty_host_tensor
 from .keys import KeyRules
 from .location import CheckpointFile, RemoteFile
 from .match import DtypeOf, Match, match
 from .materialize import materialize, placements
 from .offload_folder import load_offloaded_weight
-from .reader import Reader
 from .report import LoadReport
 from .set_tensor import set_module_tensor_to_device
 from .ways import Reading
 
-__all__ = ["load", "load_checkpoint_in_model", "load_offloaded_weights"]
+__all__ = ["load", "load_checkpoint_in_model", "load_offloaded_weights", "load_together"]
 
 logger = logging.getLogger(__name__)
 
@@ -120,15 +119,18 @@ def load_checkpoint_in_model(
         keep_in_fp32_modules: with float16, tensors with one of these among the components of their name stay in float32.
         offload_8bit_bnb: accepted for old scripts.
         strict: whether tensors in the checkpoint that the model has no place for are an error; otherwise they are a warning.
-        full_state_dict, broadcast_from_rank0: for several processes and `device_map=None`, as in
-            `torch.distributed.checkpoint.state_dict.StateDictOptions`.
+        full_state_dict: accepted for old scripts: of a sharded parameter (DTensor) each process gets its part, whole tensors are whole in
+            all.
+        broadcast_from_rank0: with `device_map=None` and in a call that all processes make, process 0 alone reads (the others need no
+            files) and sends.
+            Without it, each reads what its model holds, of sharded parameters no more than its part; see also `load_together`.
 
     Raises:
         MatchError: tensors that nothing fills, other shapes, lost scales; before anything is read. CheckpointError: damaged files.
         PlanError (ValueError): a map that does not cover the model, "disk" without a folder. The model is unchanged after any of them.
     """
-    if device_map is None and torch.distributed.is_available() and torch.distributed.is_initialized() and broadcast_from_rank0:
-        _load_from_rank0(model, checkpoint, full_state_dict=full_state_dict, strict=strict)
+    if device_map is None and broadcast_from_rank0 and several_processes():
+        load_together(model, checkpoint, dtype_of=dtype_rule(dtype, keep_in_fp32_modules), strict=strict, rank0_reads=True)
         return
     devices = None if device_map is None else normalized(device_map)
     if devices is not None and (unknown := unknown_entries(model, devices)):
@@ -191,39 +193,33 @@ def _restorable_folder(folder: Path) -> Iterator[None]:
             raise
 
 
-def _load_from_rank0(model: nn.Module, checkpoint: str | Path, *, full_state_dict: bool, strict: bool) -> None:
-    """Reads on rank 0 alone and lets torch hand the values to the other processes. What goes wrong on rank 0 is raised on all."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # takes seconds to import
+def load_together(
+    model: nn.Module,
+    checkpoint: str | Path,
+    *,
+    rules: KeyRules | None = None,
+    dtype_of: DtypeOf | None = None,
+    strict: bool = False,
+    rank0_reads: bool = False,
+) -> None:
+    """Loads the same checkpoint into the same model in all processes of the default group, in a call that all of them make.
 
-    state: dict[str, Any] = {}
+    Each of the N processes reads 1/N of the bytes and sends them to the others; with `rank0_reads`, process 0 reads everything, and the
+    others need no files. Whole tensors are whole in all processes; of a DTensor (FSDP2, tensor parallelism) each gets its part. Beside
+    what stays, a process holds a few MiB. Rules, dtypes and `strict` as in `load`.
+
+    Raises the errors of `load` in the process where they happen and `CheckpointError`, naming it, in all others; no model has changed then.
+    """
+    found: Match | None = None
     error: BigModelError | None = None
-    if torch.distributed.get_rank() == 0:
+    if not rank0_reads or torch.distributed.get_rank() == 0:
         try:
-            state = _values(model, checkpoint, strict=strict)
+            found = match(model, Checkpoint.open(checkpoint), rules, dtype_of=dtype_of)
+            found.check(strict=strict)
+            _report_unexpected(model, found)
         except BigModelError as problem:
             error = problem
-    outcome = [None if error is None else str(error)]
-    torch.distributed.broadcast_object_list(outcome, src=0)
-    if error is not None:
-        raise error
-    if outcome[0] is not None:
-        raise CheckpointError(f"Rank 0 could not load: {outcome[0]}")
-    options = StateDictOptions(full_state_dict=full_state_dict, strict=strict, broadcast_from_rank0=True)
-    set_model_state_dict(model, state, options=options)
-
-
-def _values(model: nn.Module, checkpoint: str | Path, *, strict: bool) -> dict[str, torch.Tensor]:
-    """All values for the state dict of `model`, in host memory, under all of their names."""
-    found = match(model, Checkpoint.open(checkpoint))
-    found.check(strict=strict)
-    _report_unexpected(model, found)
-    values = {name: empty_host_tensor(transfer.shape, transfer.dtype) for name, transfer in found.transfers.items()}
-    reader = Reader(found.identities)
-    try:
-        reader.read([(transfer, values[name]) for name, transfer in found.transfers.items()])
-    finally:
-        reader.close()
-    return values | {alias: values[first] for alias, first in found.aliases.items() if first in values}
+    exchange(model, found, error, rank0_reads=rank0_reads)
 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, Mapping[str, Any]] | None, offload_folder: str | Path) -> None:

@@ -14,9 +14,10 @@ from torch import nn
 from ..device_map import covering_entry, normalized
 from ..devices import DeviceKey, as_device, as_key
 from ..errors import PlanError
-from ..modules import get_non_persistent_buffers
+from ..modules import get_non_persistent_buffers, owner_of
 from ..progress import Progress, ProgressCallback
 from ..protocols import Packer, TensorSpec
+from .exchange import several_processes
 from .host_memory import empty_tensors
 from .mapped import mapped_tensors
 from .match import Match
@@ -24,6 +25,7 @@ from .packed import PackedWeights, bring_packed, kept_packed
 from .reader import Reader
 from .replace import Replacement
 from .report import KeptWeight, LoadReport
+from .sharded import filled_like, is_sharded, local_device, local_transfer
 from .store import CheckpointStore
 from .transfer import Transfer
 from .ways import Reading
@@ -90,6 +92,13 @@ def materialize(
     started = time.perf_counter()
     names = _names(match)
     keys = placements(model, match, device_map, offload_buffers=offload_buffers)
+    sharded = {name: tensor for name in match.transfers if is_sharded(tensor := _tensor(model, name))}
+    if sharded and (device_map is not None or packer is not None):
+        raise PlanError(
+            f"{next(iter(sharded))!r} and {len(sharded) - 1} more are sharded over processes, which says where they are: load them without "
+            "a device map and without quantization."
+        )
+    keys |= {name: as_key(local_device(tensor)) for name, tensor in sharded.items()}
     if "meta" in keys.values():
         raise PlanError("The device map sends weights to 'meta', where nothing can rest. Use 'disk' for those that shall not be in memory.")
     targets: dict[DeviceKey, torch.device] = {key: as_device(key) for key in set(keys.values()) if key != "disk"}
@@ -97,7 +106,8 @@ def materialize(
     resident: list[Transfer] = []
     on_disk: dict[str, Transfer] = {}
     weights: dict[str, Transfer] = {}
-    for name, transfer in match.transfers.items():
+    for name, whole in match.transfers.items():
+        transfer = local_transfer(whole, sharded[name]) if name in sharded else whole
         if packer is not None and any(packer.takes(each) for each in names[name]):
             weights[name] = transfer
             kept = packer.kept(name, _spec(transfer))
@@ -108,13 +118,15 @@ def materialize(
             on_disk[name] = transfer
         else:
             resident.append(transfer)
-    mapped = mapped_tensors([each for each in resident if keys[each.target] == "cpu"], match.identities) if mmap else {}
+    mappable = [each for each in resident if keys[each.target] == "cpu" and each.target not in sharded]
+    mapped = mapped_tensors(mappable, match.identities) if mmap else {}
     read = [transfer for transfer in resident if transfer.target not in mapped]
     jobs: list[tuple[Transfer, torch.Tensor]] = []
     for key, device in targets.items():
         own = [transfer for transfer in read if keys[transfer.target] == key]
         jobs += zip(own, empty_tensors([_spec(transfer) for transfer in own], device), strict=True)
-    reader = Reader(match.identities, reading)
+    # Processes that read the same bytes share them in the page cache.
+    reader = Reader(match.identities, "buffered" if reading == "auto" and several_processes() else reading)
     kept_before = None if packer is None else kept_packed(packed_file, weights, packer)
     packed = PackedWeights()
     total = sum(transfer.bytes_to_read for transfer in [*read, *(weights.values() if kept_before is None else ())])
@@ -128,7 +140,16 @@ def materialize(
                 packed = bring_packed(reader, weights, places, packer, packed_file, kept_before, bar)
         with Replacement(model) as replacement:
             for transfer, tensor in jobs:
-                replacement.put(names[transfer.target], tensor)
+                before = sharded.get(transfer.target)
+                if before is None:
+                    replacement.put(names[transfer.target], tensor)
+                elif before.is_meta or before.dtype != tensor.dtype:
+                    replacement.put_object(names[transfer.target], filled_like(before, tensor))
+            for transfer, tensor in jobs:
+                before = sharded.get(transfer.target)
+                if before is not None and not before.is_meta and before.dtype == tensor.dtype:
+                    with torch.no_grad():
+                        before.to_local().copy_(tensor)  # type: ignore[attr-defined]  # its owner (FSDP2) holds on to this very memory
             for name, tensor in mapped.items():
                 replacement.put(names[name], tensor)
             for name, transfer in on_disk.items():
@@ -164,6 +185,11 @@ def _device_of(tensor: torch.Tensor, names: list[str], devices: Mapping[str, Dev
     keys = [devices[entry] for entry in entries if entry is not None]
     key = min(keys, key=lambda key: (key == "disk", key == "cpu"))
     return key if key != "disk" or offload_buffers or isinstance(tensor, nn.Parameter) else "cpu"
+
+
+def _tensor(model: nn.Module, name: str) -> torch.Tensor:
+    module, attribute = owner_of(model, name)
+    return getattr(module, attribute)
 
 
 def _spec(transfer: Transfer) -> TensorSpec:

@@ -42,7 +42,10 @@ class Replacement:
             self._undo_data.append((old, old.data))
             old.data = data
             return
-        new = data if old is None else new_parameter(old, data)
+        self.put_object(names, data if old is None else new_parameter(old, data))
+
+    def put_object(self, names: list[str], new: torch.Tensor) -> None:
+        """Registers `new` itself under all of `names`."""
         for name in names:
             module, attribute = owner_of(self._model, name)
             table: dict[str, Any] = module._parameters if attribute in module._parameters else module._buffers

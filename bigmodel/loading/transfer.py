@@ -96,6 +96,13 @@ class Transfer:
                 for transfer in piece.origin.inputs:
                     yield from transfer.entries()
 
+    def box(self, start: tuple[int, ...], shape: tuple[int, ...]) -> Transfer:
+        """The transfer of `start … start + shape` of every dimension alone."""
+        pieces = list(self.pieces)
+        for dim, (first, length) in enumerate(zip(start, shape, strict=True)):
+            pieces = [part for piece in pieces if (part := piece.clipped(dim, first, length)) is not None]
+        return Transfer(self.target, shape, self.dtype, tuple(pieces))
+
     def rows(self, start: int, length: int) -> Transfer:
         """The transfer of rows `start … start + length` of the first dimension alone."""
         return self.gathered([(start, length)])

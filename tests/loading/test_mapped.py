@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from bigmodel import load_checkpoint_and_dispatch
+from bigmodel.api import load_and_dispatch
 from bigmodel.devices import private_bytes
 from bigmodel.errors import CheckpointError
 from bigmodel.loading import Checkpoint, init_empty_weights, load, match, materialize
@@ -76,7 +76,7 @@ def test_a_file_that_has_changed_is_refused(saved: Path, tied: type[nn.Module]) 
 
 
 def test_models_that_are_saved_copied_and_shared(saved: Path, tied: type[nn.Module], filled: nn.Module, tmp_path: Path) -> None:
-    model = load_checkpoint_and_dispatch(empty(tied), saved, device_map={"": "cpu"}, mmap=True)
+    model = load_and_dispatch(empty(tied), Checkpoint.open(saved), device_map={"": "cpu"}, mmap=True)
     torch.save(model.state_dict(), tmp_path / "copy.pt")
     assert (tmp_path / "copy.pt").stat().st_size < 4 * (saved / "model.safetensors").stat().st_size
     assert torch.equal(torch.load(tmp_path / "copy.pt")["embed.weight"], filled.embed.weight)

@@ -1,0 +1,178 @@
+"""Several processes, one model: every process gets its values, and all together read the files about once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed
+import torch.multiprocessing
+from safetensors.torch import save_file
+from torch import nn
+
+from bigmodel.errors import CheckpointError
+from bigmodel.loading import Checkpoint, init_empty_weights, load, load_checkpoint_in_model, load_together
+
+WIDTH = 1024
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 37, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(3.0))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x)) * self.scale
+
+
+def filled() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def empty() -> Net:
+    with init_empty_weights():
+        return Net()
+
+
+class Counted:
+    """Counts the bytes that this process reads from files by positioned reads."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._real = os.preadv
+
+    def __enter__(self) -> Counted:
+        def preadv(descriptor: int, buffers: list[memoryview], *rest: int) -> int:
+            count = self._real(descriptor, buffers, *rest)
+            self.nbytes += count
+            return count
+
+        os.preadv = preadv
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        os.preadv = self._real
+
+    def of_all(self) -> list[int]:
+        found: list[int] = [0] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(found, self.nbytes)
+        return found
+
+
+def assert_values(model: nn.Module) -> None:
+    expected = filled().state_dict()
+    for name, value in model.state_dict().items():
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        assert torch.equal(whole, expected[name]), name
+
+
+def assert_forward(model: nn.Module) -> None:
+    ids = torch.arange(7)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), filled()(ids))
+
+
+def shared_reads(folder: str) -> None:
+    size = sum(value.nbytes for name, value in filled().state_dict().items() if name != "head.weight")
+    for model in (empty(), Net()):
+        with Counted() as counted:
+            load_together(model, folder)
+        assert_values(model)
+        assert model.head.weight is model.embed.weight
+        assert_forward(model)
+        each = counted.of_all()
+        assert sum(each) < 1.1 * size
+        assert max(each) < 2 * size / len(each)
+
+
+def rank0_reads(folder: str) -> None:
+    rank = torch.distributed.get_rank()
+    for model in (empty(), Net()):
+        with Counted() as counted:
+            load_checkpoint_in_model(model, folder if rank == 0 else f"{folder}/nowhere", broadcast_from_rank0=True)
+        assert_values(model)
+        assert counted.of_all()[1:] == [0] * (torch.distributed.get_world_size() - 1)
+
+
+def fully_sharded(folder: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    size = sum(value.nbytes for name, value in filled().state_dict().items() if name != "head.weight")
+    ways: list[Callable[[nn.Module], object]] = [
+        lambda model: load(model, Checkpoint.open(folder)),
+        lambda model: load_checkpoint_in_model(model, folder),
+        lambda model: load_together(model, folder),
+        lambda model: load_checkpoint_in_model(
+            model, folder if torch.distributed.get_rank() == 0 else "nowhere", broadcast_from_rank0=True
+        ),
+    ]
+    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for way in ways:
+        for model in (empty(), Net()):
+            for layer in model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            with Counted() as counted:
+                way(model)
+            assert sum(counted.of_all()) < 1.1 * size
+            assert_values(model)
+            assert_forward(model)
+
+
+def tensor_parallel(folder: str) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model = empty()
+    styles = {f"layers.{n}": ColwiseParallel(output_layouts=None) if n % 2 else RowwiseParallel() for n in range(4)}
+    parallelize_module(model, mesh, styles)
+    with Counted() as counted:
+        load_checkpoint_in_model(model, folder)
+    # Rows of a file are read alone. Columns of rows of 4 KiB lie so near to each other that a disk reads them all anyway.
+    layer = 4 * WIDTH * WIDTH
+    assert max(counted.of_all()) < 2 * layer + 2 * layer / torch.distributed.get_world_size() + (1 << 20)
+    assert_values(model)
+
+
+def failing(folder: str) -> None:
+    rank = torch.distributed.get_rank()
+    model = empty()
+    try:
+        load_together(model, folder if rank != 1 else f"{folder}/nowhere")
+    except CheckpointError as error:
+        told = str(error)
+        assert "nowhere" in told
+        assert rank == 1 or "Rank 1" in told
+    else:
+        raise AssertionError("an error in another process was not noticed")
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def process(rank: int, count: int, folder: str, work: Callable[[str], None]) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
+    try:
+        work(folder)
+        torch.distributed.barrier()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("work", [shared_reads, rank0_reads, fully_sharded, tensor_parallel, failing], ids=lambda work: work.__name__)
+def test_processes(work: Callable[[str], None], count: int, tmp_path: Path) -> None:
+    state = {name: value for name, value in filled().state_dict().items() if name != "head.weight"}
+    save_file(state, tmp_path / "model.safetensors")
+    torch.multiprocessing.spawn(process, args=(count, str(tmp_path), work), nprocs=count)
