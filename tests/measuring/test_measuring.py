@@ -46,12 +46,12 @@ def test_a_link_of_a_known_rate_is_found(accelerators):
     (device,) = accelerators(1, h2d_gbps=1.0)
     from_host, from_pageable, _ = measure_link(device)
     for rate in (from_host, from_pageable):
-        assert 0.4e9 < rate.per_second < 1.05e9  # a busy machine is slower, none is faster
+        assert 0.2e9 < rate.per_second < 1.05e9  # a busy machine is slower, none is faster
 
 
 def test_a_link_between_devices_of_a_known_rate_is_found(accelerators):
     first, second = accelerators(2, d2d_gbps=1.0)
-    assert 0.4e9 < measure_between(first, second).per_second < 1.05e9
+    assert 0.2e9 < measure_between(first, second).per_second < 1.05e9
 
 
 @pytest.mark.parametrize("queued", [False, True])
