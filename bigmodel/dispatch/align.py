@@ -15,8 +15,9 @@ from ..devices import accelerator_type, as_device
 from ..errors import DispatchError
 from ..modules import get_non_persistent_buffers, named_module_tensors, owner_of
 from ..protocols import Store
-from .group import Group, Owner
+from .group import Group
 from .hooks import ModelHook, outside_compilation
+from .layout import Owner
 from .lazy import LazyTensor
 from .movement import Moves, find_device, is_tensor_on, move
 from .offload import Resting, WeightsMap, make_group, restore, set_tensor
@@ -237,6 +238,7 @@ class AlignDevicesHook(ModelHook):
 
     @outside_compilation
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._look_after(module)
         if self._groups or self._at_rest:
             refuse_tracing(type(module).__name__)
         input_device = find_device((args, kwargs)) if self.io_same_device else None
@@ -298,6 +300,9 @@ class AlignDevicesHook(ModelHook):
         self._groups, self._at_rest, self._prepared, self._schedule = [], [], False, None
 
     # --- Inside ---
+
+    def _look_after(self, module: nn.Module) -> None:
+        """What a subclass does with the module before each forward."""
 
     @property
     def _skipped(self) -> tuple[str, ...]:

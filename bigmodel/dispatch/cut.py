@@ -12,7 +12,7 @@ from ..device_map import covering_entry
 from ..devices import DeviceKey, as_device
 from ..errors import DispatchError
 from ..modules import READ_THEIR_CHILDREN, find_blocks, reads_rows_only, runs_itself
-from .group import Owner
+from .layout import Owner
 
 __all__ = ["Cut", "Registered", "ancestors", "cut", "distinct_owners", "registered_tensors"]
 

@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 
 from ..errors import DispatchError
 from .align import AlignDevicesHook, as_torch_device, move_tensors
-from .hooks import add_hook_to_module, find_hook, outside_compilation
+from .hooks import add_hook_to_module, find_hook
 from .lazy import LazyTensor
 
 __all__ = ["DispatchHook"]
@@ -49,13 +49,11 @@ class DispatchHook(AlignDevicesHook):
         made._newcomers = []
         return made
 
-    @outside_compilation
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _look_after(self, module: nn.Module) -> None:
         if not self._watches:
             self.watch(module)
         if self._newcomers:
             self._receive(module)
-        return super().pre_forward(module, *args, **kwargs)
 
     def watch(self, module: nn.Module) -> None:
         """Begins to look after `module` and all below it that has no such hook of its own; without accelerators nothing ever moves."""

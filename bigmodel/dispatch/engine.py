@@ -19,8 +19,9 @@ from .bringing import Bringing, Brought, modules_of, name_of
 from .cut import Cut, Registered, ancestors, cut, distinct_owners, registered_tensors
 from .dispatch_hook import DispatchHook
 from .facade import put_on_facade, take_off_facade
-from .group import Group, Owner
+from .group import Group
 from .hooks import DISPATCHED, ModelHook, SequentialHook, add_hook_to_module, hooks_of, remove_hook_from_module
+from .layout import Owner
 from .lazy import LazyTensor
 from .offload import Resting, check_rests, make_group, restore, set_tensor
 from .origin import Tally

@@ -3,69 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from ..constants import GROUP_ALIGNMENT_BYTES, KiB
+from ..constants import KiB
 from ..errors import BigModelError, DispatchError
-from ..protocols import PagedStore, Read, Store
+from .layout import Layout, Owner, Reading, Slot, lay_out
 from .lazy import LazyTensor, version_of
-from .origin import Origin
 from .pool import Buffer, Pool
 from .transforms import outside_transforms
 
-__all__ = ["SMALL_BYTES", "Counters", "Group", "Owner", "Reading", "Slot", "swap_parameter"]
+__all__ = ["SMALL_BYTES", "Counters", "Group", "swap_parameter"]
 
 SMALL_BYTES = 256 * KiB
 """Groups in RAM below this many bytes are read when they are needed: handing one to the reader thread takes about as long (30 µs)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """One place where a tensor is registered."""
-
-    module: nn.Module
-    attribute: str
-    is_buffer: bool = False
-
-    @property
-    def table(self) -> dict[str, Any]:
-        """The module's own dict of parameters, or of buffers."""
-        return self.module._buffers if self.is_buffer else self.module._parameters
-
-    @property
-    def tensor(self) -> torch.Tensor | None:
-        """What is registered there now."""
-        return self.table.get(self.attribute)
-
-
-@dataclass(slots=True)
-class Slot:
-    """One tensor of a group."""
-
-    name: str
-    """Full name in the model, the first one if it has several."""
-    owners: list[Owner]
-    resting: torch.Tensor
-    """What all owners hold between forwards: a placeholder, or a real tensor that is resident on another device."""
-    parameter_class: type[torch.Tensor] | None
-    """The class that the tensor has in a forward; None for a buffer."""
-    original_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Where it was before it was offloaded; CPU for a tensor that was on meta."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.resting.numel() * self.resting.element_size()
 
 
 @dataclass(slots=True)
@@ -80,66 +39,6 @@ class Counters:
     bytes_moved: int = 0
     stall_seconds: float = 0.0
     """Time that forwards waited for bytes (on the host)."""
-
-
-class _Place(NamedTuple):
-    slot: Slot
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Reading:
-    """What fills a flat buffer with a group's weights. It knows no module, so that a read under way keeps no model alive."""
-
-    def __init__(self, generation: int) -> None:
-        self.generation = generation
-        """The group's generation that it is right for."""
-        self.nbytes = 0
-        self._entries: list[tuple[int, torch.Size, tuple[int, ...], torch.dtype, Origin]] = []
-
-    def add(self, origin: Origin, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> int:
-        """One more tensor; returns its offset in the buffer (bytes)."""
-        offset = self.nbytes
-        self._entries.append((offset, shape, stride, dtype, origin))
-        nbytes = math.prod(shape) * dtype.itemsize
-        self.nbytes += -(-nbytes // GROUP_ALIGNMENT_BYTES) * GROUP_ALIGNMENT_BYTES
-        return offset
-
-    def fill(self, flat: torch.Tensor) -> None:
-        """Fills `flat` (uint8, on CPU, at least `nbytes`). Nothing is locked: threads may do so at once."""
-        storage = flat.untyped_storage()
-        first = flat.storage_offset()
-        requests: dict[int, tuple[Store, list[Read]]] = {}
-        with torch.no_grad():
-            for offset, shape, stride, dtype, origin in self._entries:
-                destination = torch.empty(0, dtype=dtype, device="cpu").set_(storage, (first + offset) // dtype.itemsize, shape, stride)
-                request = origin.read_request(destination)
-                if request is None:
-                    origin.read(destination)
-                else:
-                    requests.setdefault(id(request[0]), (request[0], []))[1].append(request[1])
-            for store, reads in requests.values():
-                store.read_into(reads)
-
-
-class _Paged(NamedTuple):
-    store: PagedStore
-    names: list[str]
-    slots: list[Slot]
-
-
-class _Layout(NamedTuple):
-    places: list[_Place]
-    reading: Reading
-    lent: list[tuple[Slot, Callable[[str], torch.Tensor], str]]
-    """Slots that need no place in a flat buffer, since they lie in RAM where the arithmetic runs; what gives them, and under which name."""
-    paged: list[_Paged]
-    """Slots that are used on mapped pages of files, by store."""
-    paged_bytes: int
-    elsewhere: list[Slot]
-    """Slots that rest on another device as real tensors."""
 
 
 class _Present(NamedTuple):
@@ -179,7 +78,7 @@ class Group:
         """Grows whenever what the bytes on a device should be has changed."""
         self.pages_ahead: list[Future[None]] | None = None
         """The reads of its pages that were begun since its last use; None if nobody looked."""
-        self._layout: _Layout | None = None
+        self._layout: Layout | None = None
         self._uses = 0
         self._lookups = 0
         self._lock = threading.RLock()
@@ -236,39 +135,12 @@ class Group:
         return self.layout.paged_bytes
 
     @property
-    def layout(self) -> _Layout:
+    def layout(self) -> Layout:
         """Where every tensor lies in the flat buffer."""
         layout = self._layout
         if layout is None:
-            layout = self._layout = self._lay_out()
+            layout = self._layout = lay_out(self.slots, self.pool.device, self.generation)
         return layout
-
-    def _lay_out(self) -> _Layout:
-        places: list[_Place] = []
-        lent: list[tuple[Slot, Callable[[str], torch.Tensor], str]] = []
-        paged: dict[int, _Paged] = {}
-        elsewhere: list[Slot] = []
-        reading = Reading(self.generation)
-        for slot in self.slots:
-            resting = slot.resting
-            if not isinstance(resting, LazyTensor):
-                elsewhere.append(slot)
-                continue
-            lender = resting.origin.lender() if self.pool.device.type == "cpu" else None
-            if lender is not None:
-                lent.append((slot, lender, resting.origin.name))
-                continue
-            pager = resting.origin.pager() if self.pool.device.type == "cpu" else None
-            if pager is not None:
-                of_store = paged.setdefault(id(pager), _Paged(pager, [], []))
-                of_store.names.append(resting.origin.name)
-                of_store.slots.append(slot)
-                continue
-            shape, dtype = resting.shape, resting.dtype
-            stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-            places.append(_Place(slot, reading.add(resting.origin, shape, stride, dtype), shape, stride, dtype))
-        paged_bytes = sum(slot.nbytes for of_store in paged.values() for slot in of_store.slots)
-        return _Layout(places, reading, lent, list(paged.values()), paged_bytes, elsewhere)
 
     @property
     def reading(self) -> Reading:
@@ -400,7 +272,7 @@ class Group:
                 read()
             self.counters.stall_seconds += time.perf_counter() - start
 
-    def _put_in(self, layout: _Layout) -> None:
+    def _put_in(self, layout: Layout) -> None:
         # Which kernel torch chooses depends on whether a weight requires a gradient, even where none is recorded; where one could be
         # recorded the weights are frozen, since they will be gone at the backward.
         frozen = torch.is_grad_enabled()

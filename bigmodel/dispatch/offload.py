@@ -16,7 +16,8 @@ from ..devices import available_host_bytes, device_memory
 from ..errors import DispatchError
 from ..modules import named_module_tensors, owner_of
 from ..protocols import Store
-from .group import Group, Owner, Slot
+from .group import Group
+from .layout import Owner, Slot
 from .lazy import LazyTensor
 from .origin import Origin, Tally
 from .placeholder import Placeholder

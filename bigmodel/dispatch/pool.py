@@ -17,7 +17,8 @@ from ..errors import BigModelError
 from .transforms import outside_transforms
 
 if TYPE_CHECKING:
-    from .group import Group, Reading
+    from .group import Group
+    from .layout import Reading
 
 __all__ = ["Buffer", "Pool"]
 

@@ -20,6 +20,7 @@ import torch
 
 from ..constants import KiB, MiB
 from ..devices import reading_threads
+from ..errors import CheckpointError
 from ..progress import environment_flag
 from .entry import Entry, contiguous_strides
 from .files import OpenFiles
@@ -64,6 +65,8 @@ class MappedPages:
         self._enabled = enabled
         self._mappings: dict[Path, mmap.mmap | None] = {}
         self._tensors: dict[str, tuple[Path, torch.Tensor]] = {}
+        self._read_once: set[tuple[Path, int]] = set()
+        """Ranges that were read: where the system does not say what is in memory, once has to do."""
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
@@ -95,9 +98,11 @@ class MappedPages:
         ranges = _merged(transfers)
         for file, offset, nbytes in ranges:
             descriptor = self._files.checked([file])[file]
-            for position in range(offset, offset + nbytes, SAMPLED_BYTES):
-                if not _is_in_memory(descriptor, position):
-                    return functools.partial(self._read, ranges)
+            samples = (_is_in_memory(descriptor, position) for position in range(offset, offset + nbytes, SAMPLED_BYTES))
+            missing = next((sample for sample in samples if not sample), True)
+            if missing is False or (missing is None and (file, offset) not in self._read_once):
+                self._read_once.add((file, offset))
+                return functools.partial(self._read, ranges)
         return None
 
     def forget(self, name: str) -> None:
@@ -130,7 +135,8 @@ class MappedPages:
         assert found is not None
         file, offset = found
         mapping = self._mapping(file)
-        assert mapping is not None
+        if mapping is None:
+            raise CheckpointError(f"{file}: the system does not map it any more: set BIGMODEL_MAP_FILES=0, which reads it instead.")
         with torch.inference_mode(False):
             flat = torch.frombuffer(mapping, dtype=transfer.dtype, count=transfer.nbytes // transfer.dtype.itemsize, offset=offset)
             made = (file, flat.view(transfer.shape))
@@ -202,14 +208,16 @@ def _merged(transfers: Sequence[Transfer]) -> list[tuple[Path, int, int]]:
     return merged
 
 
-def _is_in_memory(descriptor: int, offset: int) -> bool:
-    """Whether the byte at `offset` can be had without waiting for the disk; False where the system does not say."""
+def _is_in_memory(descriptor: int, offset: int) -> bool | None:
+    """Whether the byte at `offset` can be had without waiting for the disk; None where the system does not say."""
     if not hasattr(os, "RWF_NOWAIT"):
-        return False
+        return None
     try:
         return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:  # not on this file system
+        return None
 
 
 @functools.lru_cache(maxsize=256)

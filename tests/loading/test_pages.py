@@ -214,6 +214,25 @@ def test_what_is_not_in_memory_is_read(tmp_path):
     assert float(store.pages(["weight"])[0].sum()) == 4 * MiB
 
 
+@pytest.mark.parametrize("error", [OSError("unsupported"), BlockingIOError()])
+def test_where_the_system_does_not_say_what_is_in_memory_it_is_read_once(file, monkeypatch, error):
+    real, offsets = os.preadv, []
+
+    def preadv(descriptor: int, buffers: list, offset: int, flags: int = 0) -> int:
+        if flags:
+            raise error
+        offsets.append(offset)
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    store = store_of(file)
+    for _ in range(3):
+        read = store.absent_pages(["float"])
+        if read is not None:
+            read()
+    assert len(offsets) == (3 if isinstance(error, BlockingIOError) else 1)
+
+
 def test_transfers_that_cannot_be_mapped_are_nothing_to_read(file):
     pages = MappedPages(store_of(file)._reader.files)
     assert pages.absent([Transfer("empty", (0,), torch.float32, ())]) is None

@@ -1,0 +1,145 @@
+"""Where the tensors of a group are registered, where they rest, and where they lie while a forward uses them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..constants import GROUP_ALIGNMENT_BYTES
+from ..protocols import PagedStore, Read, Store
+from .lazy import LazyTensor
+from .origin import Origin
+
+__all__ = ["Layout", "Owner", "Reading", "Slot", "lay_out"]
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """One place where a tensor is registered."""
+
+    module: nn.Module
+    attribute: str
+    is_buffer: bool = False
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The module's own dict of parameters, or of buffers."""
+        return self.module._buffers if self.is_buffer else self.module._parameters
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """What is registered there now."""
+        return self.table.get(self.attribute)
+
+
+@dataclass(slots=True)
+class Slot:
+    """One tensor of a group."""
+
+    name: str
+    """Full name in the model, the first one if it has several."""
+    owners: list[Owner]
+    resting: torch.Tensor
+    """What all owners hold between forwards: a placeholder, or a real tensor that is resident on another device."""
+    parameter_class: type[torch.Tensor] | None
+    """The class that the tensor has in a forward; None for a buffer."""
+    original_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where it was before it was offloaded; CPU for a tensor that was on meta."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.resting.numel() * self.resting.element_size()
+
+
+class Place(NamedTuple):
+    slot: Slot
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Reading:
+    """What fills a flat buffer with a group's weights. It knows no module, so that a read under way keeps no model alive."""
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        """The group's generation that it is right for."""
+        self.nbytes = 0
+        self._entries: list[tuple[int, torch.Size, tuple[int, ...], torch.dtype, Origin]] = []
+
+    def add(self, origin: Origin, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> int:
+        """One more tensor; returns its offset in the buffer (bytes)."""
+        offset = self.nbytes
+        self._entries.append((offset, shape, stride, dtype, origin))
+        nbytes = math.prod(shape) * dtype.itemsize
+        self.nbytes += -(-nbytes // GROUP_ALIGNMENT_BYTES) * GROUP_ALIGNMENT_BYTES
+        return offset
+
+    def fill(self, flat: torch.Tensor) -> None:
+        """Fills `flat` (uint8, on CPU, at least `nbytes`). Nothing is locked: threads may do so at once."""
+        storage = flat.untyped_storage()
+        first = flat.storage_offset()
+        requests: dict[int, tuple[Store, list[Read]]] = {}
+        with torch.no_grad():
+            for offset, shape, stride, dtype, origin in self._entries:
+                destination = torch.empty(0, dtype=dtype, device="cpu").set_(storage, (first + offset) // dtype.itemsize, shape, stride)
+                request = origin.read_request(destination)
+                if request is None:
+                    origin.read(destination)
+                else:
+                    requests.setdefault(id(request[0]), (request[0], []))[1].append(request[1])
+            for store, reads in requests.values():
+                store.read_into(reads)
+
+
+class Paged(NamedTuple):
+    store: PagedStore
+    names: list[str]
+    slots: list[Slot]
+
+
+class Layout(NamedTuple):
+    places: list[Place]
+    reading: Reading
+    lent: list[tuple[Slot, Callable[[str], torch.Tensor], str]]
+    """Slots that need no place in a flat buffer, since they lie in RAM where the arithmetic runs; what gives them, and under which name."""
+    paged: list[Paged]
+    """Slots that are used on mapped pages of files, by store."""
+    paged_bytes: int
+    elsewhere: list[Slot]
+    """Slots that rest on another device as real tensors."""
+
+
+def lay_out(slots: Iterable[Slot], device: torch.device, generation: int) -> Layout:
+    """Where the tensors of `slots` lie while a forward on `device` uses them."""
+    places: list[Place] = []
+    lent: list[tuple[Slot, Callable[[str], torch.Tensor], str]] = []
+    paged: dict[int, Paged] = {}
+    elsewhere: list[Slot] = []
+    reading = Reading(generation)
+    for slot in slots:
+        resting = slot.resting
+        if not isinstance(resting, LazyTensor):
+            elsewhere.append(slot)
+            continue
+        lender = resting.origin.lender() if device.type == "cpu" else None
+        if lender is not None:
+            lent.append((slot, lender, resting.origin.name))
+            continue
+        pager = resting.origin.pager() if device.type == "cpu" else None
+        if pager is not None:
+            of_store = paged.setdefault(id(pager), Paged(pager, [], []))
+            of_store.names.append(resting.origin.name)
+            of_store.slots.append(slot)
+            continue
+        shape, dtype = resting.shape, resting.dtype
+        stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        places.append(Place(slot, reading.add(resting.origin, shape, stride, dtype), shape, stride, dtype))
+    paged_bytes = sum(slot.nbytes for of_store in paged.values() for slot in of_store.slots)
+    return Layout(places, reading, lent, list(paged.values()), paged_bytes, elsewhere)
