@@ -167,6 +167,8 @@ class _Transfer:
     core_seconds: float
     """What it takes of the host's cores: copies of the CPU are its work."""
     cause: str
+    is_ahead: bool
+    """Whether it is under way while the stages before compute."""
 
 
 def predict(stages: Sequence[Stage], machine: Machine, run: Run, moving: Moving, context: int | None = None) -> Prediction:
@@ -218,7 +220,7 @@ def forward(
     segments[-1][1].join(leading)  # the first transfer begins before the forward does, while the last stages of the one before compute
     transfers = [transfer for transfer, _ in segments]
     for (_, work), transfer in zip(segments, [*transfers[1:], transfers[0]], strict=True):
-        if moving.overlaps:
+        if transfer.is_ahead:
             _add_together(found, work, transfer, machine)
         else:
             _add_work(found, work)
@@ -329,7 +331,8 @@ def _transfer(stage: Stage, nbytes: int, machine: Machine, moving: Moving, *, is
         legs.append((_from_host(stage.runs_on, machine).seconds(nbytes), _link_text(stage.runs_on)))
     longest, cause = max(legs, default=(0.0, "page cache"))
     at_once = moving.overlaps and _rates(stage.runs_on, machine).queues
-    return _Transfer(longest if at_once else sum(seconds for seconds, _ in legs), core_seconds, cause)
+    # Pages are read ahead into the page cache, which needs no room in a ring.
+    return _Transfer(longest if at_once else sum(seconds for seconds, _ in legs), core_seconds, cause, moving.overlaps or is_mapped)
 
 
 def _add_work(found: Forward, work: _Work, scale: float = 1.0) -> None:
