@@ -22,9 +22,9 @@ from .skeleton import Recorded
 
 __all__ = ["DryRun", "DryRunError", "dry_run"]
 
-OPERATION_LIMIT = 8_000
+OPERATION_LIMIT = 6_000
 """A forward with more operations runs a loop in Python, over tokens as a rule."""
-SHORT_TOKENS = 64
+SHORT_TOKENS = 32
 """Tokens of the forward that stands for one that is too long to be followed."""
 SAMPLING_ITEM_BYTES = 28
 """What picking the next token takes for each entry of the vocabulary: float32 logits, sorted ones with their int64 indices, probabilities,
@@ -92,7 +92,7 @@ def dry_run(
         raise DryRunError(str(error)) from error
     except TooManyOperations as error:
         if example_inputs is None and tokens > SHORT_TOKENS:
-            return _scaled(lambda: measured(few, SHORT_TOKENS), -(-tokens // SHORT_TOKENS))
+            return _scaled([lambda: measured(few, SHORT_TOKENS), lambda: measured(whole, SHORT_TOKENS)], -(-tokens // SHORT_TOKENS))
         if first == second:
             raise DryRunError(_reason(error)) from error
     except Exception as error:
@@ -116,11 +116,17 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:160]}"
 
 
-def _scaled(measure: Callable[[], DryRun], factor: int) -> DryRun:
-    try:
-        short = measure()
-    except Exception as error:
-        raise DryRunError(_reason(error)) from error
+def _scaled(attempts: Sequence[Callable[[], DryRun]], factor: int) -> DryRun:
+    first: Exception | None = None
+    for attempt in attempts:
+        try:
+            short = attempt()
+            break
+        except Exception as error:
+            first = first or error
+    else:
+        assert first is not None
+        raise DryRunError(_reason(first)) from first
     note = f"The model loops over tokens: activations are {factor} × those of a dry run of {SHORT_TOKENS} tokens."
     return DryRun(
         short.workspace_bytes * factor,
@@ -129,6 +135,22 @@ def _scaled(measure: Callable[[], DryRun], factor: int) -> DryRun:
         short.logits_bytes * factor,
         (*short.notes, note),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a forward ended with."""
+
+    kept: set[int]
+    """Numbers of the storages that caches keep."""
+    end: int
+    """Events until then."""
+    head: str
+    """The module that made the output."""
+    sampling_bytes: int
+    """What picking the next tokens takes beside the output."""
+    logits_bytes: int
+    inputs_bytes: int
 
 
 class _Run:
@@ -165,11 +187,11 @@ class _Run:
             logits_bytes = logits.untyped_storage().nbytes()
             sampled = batch * logits.shape[-1] * SAMPLING_ITEM_BYTES if caches else 0
         del logits
-        kept = recorder.alive() if caches else set()
+        kept = {number for number in recorder.alive() if recorder.owners[number] in self.blocks} if caches else set()
         inputs_bytes = sum(rounded(tensor.nbytes) for tensor in known)
         if caches:
             inputs_bytes += COPIES_OF_IDS * max((rounded(tensor.nbytes) for tensor in known if not tensor.is_floating_point()), default=0)
-        return self._result(recorder, kinds, kept, end, head, sampled, logits_bytes, inputs_bytes)
+        return self._result(recorder, kinds, _Seen(kept, end, head, sampled, logits_bytes, inputs_bytes))
 
     def _watch(self, recorder: LiveBytes) -> list[Any]:
         """Hooks on blocks, and outside of them on modules without children, that tell who runs."""
@@ -206,48 +228,37 @@ class _Run:
             return self.running[0]
         return self.last_leaf if self.any_block_ran else ""
 
-    def _result(
-        self,
-        recorder: LiveBytes,
-        kinds: Sequence[Kind],
-        kept: set[int],
-        end: int,
-        head: str,
-        sampled: int,
-        logits_bytes: int,
-        inputs_bytes: int,
-    ) -> DryRun:
+    def _result(self, recorder: LiveBytes, kinds: Sequence[Kind], seen: _Seen) -> DryRun:
         peaks: dict[str, int] = {}
         live_at_marks: list[int] = []
-        live_at_end = before = inputs_bytes
-        for at, live, allocated in recorder.timeline(kept, inputs_bytes):
+        live_at_end = before = seen.inputs_bytes
+        for at, live, allocated in recorder.timeline(seen.kept, seen.inputs_bytes):
             while len(live_at_marks) < len(recorder.marks) and recorder.marks[len(live_at_marks)][0] <= at:
                 live_at_marks.append(before)
             if allocated is not None:
                 owner = recorder.owners[allocated]
                 peaks[owner] = max(peaks.get(owner, 0), live)
-            if at < end:
+            if at < seen.end:
                 live_at_end = live
             before = live
-        peaks[head] = max(peaks.get(head, 0), live_at_end + sampled)
+        peaks[seen.head] = max(peaks.get(seen.head, 0), live_at_end + seen.sampling_bytes)
         inside = [peak for owner, peak in peaks.items() if owner in self.blocks or not owner]
         workspace_bytes = max(inside or peaks.values(), default=0) + self._growth(
             kinds, [name for _, name in recorder.marks], live_at_marks
         )
         extra = {owner: peak - workspace_bytes for owner, peak in peaks.items() if owner and owner not in self.blocks}
         left, padded = dict.fromkeys(self.blocks.values(), 0), dict.fromkeys(self.blocks.values(), 0)
-        for number in kept:
-            block = self.blocks.get(recorder.owners[number])
-            if block is not None:
-                left[block] += recorder.sizes[number]
-                padded[block] += rounded(recorder.sizes[number])
+        for number in seen.kept:
+            block = self.blocks[recorder.owners[number]]
+            left[block] += recorder.sizes[number]
+            padded[block] += rounded(recorder.sizes[number])
         by_kind = {name: max(left.get(name, 0) for name in kind.names) for kind in kinds for name in kind.names}
         rounding_bytes = sum(max(padded.get(name, 0) - left.get(name, 0) for name in kind.names) * len(kind.names) for kind in kinds)
         return DryRun(
             workspace_bytes + rounding_bytes,
             {owner: peak for owner, peak in extra.items() if peak > 0},
             {name: nbytes for name, nbytes in by_kind.items() if nbytes},
-            logits_bytes,
+            seen.logits_bytes,
         )
 
     def _growth(self, kinds: Sequence[Kind], entered: Sequence[str], live: Sequence[int]) -> int:

@@ -91,7 +91,9 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 def _lists(config: Any, length: int) -> dict[str, Sequence[Any]]:
-    return {name: values for name, values in vars(config).items() if isinstance(values, list | tuple) and len(values) == length}
+    """The lists that say something of each of `length` layers; lists of different values count layers, or something else."""
+    found = {name: values for name, values in vars(config).items() if isinstance(values, list | tuple) and len(values) == length}
+    return {name: values for name, values in found.items() if len({repr(value) for value in values}) < length}
 
 
 class _WithoutData(TorchFunctionMode):
@@ -109,7 +111,7 @@ def meta_copy(model: nn.Module, dtype: torch.dtype | None, keep: Mapping[str, Se
     """A copy of `model` on meta, in evaluation mode and without hooks or dispatch, that shares nothing with it. No data is read.
 
     Floating parameters and persistent buffers have `dtype`, if one is given. Of the lists of layers that `keep` names only these layers
-    are left, in order; their `layer_idx` and the configuration's lists are those of a model that has no others.
+    are left, in order. Where the configuration lists its layers, their `layer_idx` and these lists are those of a model that has no others.
     """
     memo: dict[int, Any] = {}
     for path, indices in keep.items():
@@ -158,6 +160,8 @@ def _cut(model: nn.Module, path: str, indices: Sequence[int], configs: Sequence[
     layers = model.get_submodule(path)
     all_layers = list(layers._modules.values())
     layers._modules = {str(position): all_layers[index] for position, index in enumerate(indices)}
+    if not any(_lists(config, len(all_layers)) for config in configs):
+        return  # the configuration tells of each layer by its number
     for position, index in enumerate(indices):
         for module in layers._modules[str(position)].modules():  # type: ignore[union-attr]  # blocks are there
             if module.__dict__.get("layer_idx") == index:
