@@ -41,7 +41,7 @@ class Checkpoint:
     """The files as they were when their headers were read."""
 
     @classmethod
-    def open(cls, where: str | os.PathLike[str], *, verify: bool | Mapping[str, str] = False) -> Checkpoint:
+    def open(cls, where: str | os.PathLike[str], *, verify: bool | Mapping[str, str] = False, keep: bool = False) -> Checkpoint:
         """Reads the headers of the checkpoint at `where`: a file, an index (`*.index.json`), a folder, a repository on the hub, or a URL.
 
         In a folder safetensors wins over torch's formats, an index over its shards wins over single files, the usual file names win over
@@ -56,10 +56,13 @@ class Checkpoint:
         `verify` reads every file once and compares its hash with what the hub has recorded for it, or with a given one (file name →
         SHA-256, or git's SHA-1, in hexadecimal digits).
 
+        `keep` is for repositories on the hub: a file that is read for the most part is completed in the hub's cache, and compared with the
+        hash that the hub has recorded, so that the next time it is on this machine.
+
         Raises `CheckpointNotFoundError`, or `CheckpointError` for damaged files, an index that does not fit its files, folders in which
         several checkpoints could be meant (it lists them), servers that cannot be reached, and files whose hash is another or not known.
         """
-        parts = _parts(located(where))
+        parts = _parts(located(where), keep)
         format_ = format_of([file.name for file in parts.files], str(parts.location))
         local: dict[CheckpointFile, FileIdentity] = {
             file: FileIdentity.of(file) for file in parts.files if not isinstance(file, RemoteFile)
@@ -90,9 +93,11 @@ class Checkpoint:
                 identity.check(FileIdentity.of(file), file)
 
 
-def _parts(place: Path | RemoteFile | HubRepository) -> Parts:
+def _parts(place: Path | RemoteFile | HubRepository, keep: bool) -> Parts:
     if isinstance(place, HubRepository):
-        return repository_parts(place)
+        return repository_parts(place, keep=keep)
+    if keep and isinstance(place, RemoteFile):
+        raise CheckpointError(f"{place}: keep=True is for repositories on the hub, whose cache has a place for their files.")
     return url_parts(place) if isinstance(place, RemoteFile) else local_parts(place)
 
 

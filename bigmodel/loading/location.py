@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from ..errors import CheckpointError
 
-__all__ = ["CheckpointFile", "HubRepository", "RemoteFile", "located"]
+__all__ = ["CachePlace", "CheckpointFile", "HubRepository", "RemoteFile", "located"]
 
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 """Schemes have two letters at least: `C://` is a drive."""
@@ -20,11 +20,28 @@ _HUB_NAME: Final = re.compile(f"({_NAME})(?:@(.+))?", re.ASCII)
 _HUB_URL: Final = re.compile(f"hf://({_NAME})(?:@([^/]+))?(/.*)?", re.ASCII)
 
 
+@dataclass(frozen=True, slots=True)
+class CachePlace:
+    """Where the hub's cache keeps a file."""
+
+    storage: Path
+    """The repository's folder in the cache."""
+    revision: str
+    """As it was asked for."""
+    commit: str
+    path: str
+    """In the repository."""
+    etag: str
+    """The hash that the hub has recorded: SHA-256 for large files, git's for others."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class RemoteFile:
     """A file behind a URL, with as much of a path's interface as a checkpoint's file needs."""
 
     url: str
+    keep: CachePlace | None = field(default=None, compare=False, repr=False)
+    """Where it is kept when most of it is read; None where it is not."""
 
     @property
     def name(self) -> str:

@@ -14,7 +14,7 @@ from ..errors import CheckpointError
 from ..progress import Progress
 from .location import CheckpointFile, RemoteFile
 
-__all__ = ["verify_files"]
+__all__ = ["digits_of", "verify_files"]
 
 CHUNK_BYTES: Final = 4 << 20
 READERS: Final = 4
@@ -50,7 +50,7 @@ def verify_files(files: Sequence[CheckpointFile], given: Mapping[str, str] | Non
 
 
 def _verify(file: Path, expected: _Expected, bar: Progress) -> None:
-    found = _digits_of(file, len(expected.digits), bar)
+    found = digits_of(file, len(expected.digits), bar)
     if found != expected.digits:
         raise CheckpointError(
             f"{file}: its bytes are not those that they should be: hash {found}, expected {expected.digits} ({expected.source}). "
@@ -58,7 +58,8 @@ def _verify(file: Path, expected: _Expected, bar: Progress) -> None:
         )
 
 
-def _digits_of(file: Path, length: int, bar: Progress) -> str:
+def digits_of(file: Path, length: int, bar: Progress | None = None) -> str:
+    """The hash of a file in `length` hexadecimal digits: SHA-256 (64), or git's SHA-1 (40). Raises `CheckpointError`."""
     buffer = memoryview(bytearray(CHUNK_BYTES))
     try:
         with open(file, "rb", buffering=0) as stream:
@@ -67,7 +68,8 @@ def _digits_of(file: Path, length: int, bar: Progress) -> str:
                 digest = hashlib.sha1(b"blob %d\0" % file.stat().st_size, usedforsecurity=False)
             while count := stream.readinto(buffer):
                 digest.update(buffer[:count])
-                bar.advance(count)
+                if bar is not None:
+                    bar.advance(count)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error}.") from error
     digits: str = digest.hexdigest()

@@ -84,6 +84,63 @@ def test_what_the_cache_has_is_not_fetched_and_is_all_there_is_without_a_connect
         Checkpoint.open("owner/parts")
 
 
+@pytest.mark.parametrize("where", ["owner/llama", "hf://owner/parts/text"])
+def test_what_streams_by_is_kept_in_the_cache(
+    hub: Hub, where: str, checkpoint_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = empty_model(checkpoint_folder("llama"))
+    load(model, Checkpoint.open(where, keep=True))
+    expected = values(checkpoint_folder("llama"))
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())
+    assert not list((tmp_path / "cache").rglob("*.incomplete"))
+    hub.fetched.clear()
+    kept = Checkpoint.open(where, verify=True)
+    assert all(isinstance(file, Path) for file in kept.files)
+    assert hub.fetched == []
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert set(Checkpoint.open(where).entries) == set(expected)
+    name = where.removeprefix("hf://").removesuffix("/text")
+    folder = Path(snapshot_download(name, local_files_only=True)) / ("text" if where.endswith("text") else "")
+    for file in checkpoint_folder("llama").glob("*.safetensors"):
+        assert (folder / file.name).read_bytes() == file.read_bytes()
+
+
+def test_what_is_kept_has_the_recorded_hash(hub: Hub, checkpoint_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open("owner/llama", keep=True)
+    name = "model-00003-of-00008.safetensors"
+    files = dict(hub.repositories["owner/llama"])
+    files[name] = files[name][:-1] + bytes([files[name][-1] ^ 1])
+    hub.repositories = {"owner/llama": files}
+    model = empty_model(checkpoint_folder("llama"))
+    with pytest.raises(CheckpointError, match=f"{name}: the bytes that were fetched are not those that the hub has recorded"):
+        load(model, checkpoint)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not list((tmp_path / "cache").rglob("*.incomplete"))
+
+
+def test_a_cache_that_cannot_be_written_to_is_a_warning(
+    hub: Hub, checkpoint_folder: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = Checkpoint.open("owner/llama", keep=True)
+    blobs = tmp_path / "cache" / "models--owner--llama" / "blobs"
+    for file in blobs.iterdir():
+        file.unlink()
+    blobs.rmdir()
+    blobs.write_text("a file where a folder should be")
+    model = empty_model(checkpoint_folder("llama"))
+    load(model, checkpoint)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in values(checkpoint_folder("llama")).items())
+    assert "is not kept in the hub's cache" in caplog.text
+
+
+def test_only_what_is_read_for_the_most_part_is_kept(hub: Hub, checkpoint_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    model = empty_model(checkpoint_folder("llama"))
+    load(model, Checkpoint.open("owner/llama", keep=True), {"": "disk"})
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    with pytest.raises(CheckpointError, match="keep=True is for repositories"):
+        Checkpoint.open(f"{hub.endpoint}/owner/llama/resolve/main/model.safetensors.index.json", keep=True)
+
+
 def test_the_token_goes_to_the_hub_and_nowhere_else(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", False)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")

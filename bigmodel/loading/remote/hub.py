@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, hf_hub_download, hf_hub_url, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -16,13 +16,14 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.file_download import repo_folder_name
 
 from ...errors import BigModelError, CheckpointError, CheckpointNotFoundError
 from ..choose import choose
 from ..entry import FileIdentity
 from ..index import parse_index
 from ..local import local_parts
-from ..location import CheckpointFile, HubRepository, RemoteFile
+from ..location import CachePlace, CheckpointFile, HubRepository, RemoteFile
 from ..parts import Parts
 from .headers import read_index
 
@@ -35,8 +36,8 @@ ANSWER_SECONDS: Final = 30.0
 REFUSALS: Final = (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError, HFValidationError)
 
 
-def repository_parts(repository: HubRepository) -> Parts:
-    """The files of a repository's checkpoint, all of one commit.
+def repository_parts(repository: HubRepository, *, keep: bool = False) -> Parts:
+    """The files of a repository's checkpoint, all of one commit; with `keep`, remote ones know their place in the cache.
 
     Raises `CheckpointNotFoundError` where there is no such repository, revision or checkpoint, and `CheckpointError` where the hub refuses
     access, or cannot be reached and the cache does not have the repository.
@@ -55,7 +56,7 @@ def repository_parts(repository: HubRepository) -> Parts:
     # Offline mode and a hub that cannot be reached come as errors of several HTTP libraries.
     except Exception:
         return _cached_parts(repository)
-    return _listed_parts(repository, info)
+    return _listed_parts(repository, info, keep)
 
 
 def _cached_parts(repository: HubRepository) -> Parts:
@@ -63,11 +64,17 @@ def _cached_parts(repository: HubRepository) -> Parts:
     return local_parts(Path(explained(repository.name, repository.revision, fetch)) / repository.path)
 
 
-def _listed_parts(repository: HubRepository, info: Any) -> Parts:
+def _listed_parts(repository: HubRepository, info: Any, keep: bool) -> Parts:
     commit = str(info.sha)
     found = HubRepository(repository.name, commit, repository.path)
     siblings = {sibling.rfilename: sibling for sibling in info.siblings or ()}
     files: dict[str, CheckpointFile] = {}
+
+    def place_of(path: str) -> CachePlace | None:
+        sibling = siblings[path]
+        etag = sibling.blob_id if sibling.lfs is None else sibling.lfs.sha256
+        storage = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=found.name, repo_type="model")
+        return None if etag is None else CachePlace(storage, repository.revision or constants.DEFAULT_REVISION, commit, path, etag)
 
     def file_of(path: str) -> CheckpointFile:
         if path not in siblings:
@@ -75,11 +82,14 @@ def _listed_parts(repository: HubRepository, info: Any) -> Parts:
         if path not in files:
             cached = try_to_load_from_cache(found.name, path, revision=commit)
             url = hf_hub_url(found.name, path, revision=commit, endpoint=constants.ENDPOINT)
-            files[path] = Path(cached) if isinstance(cached, str) else RemoteFile(url)
+            files[path] = Path(cached) if isinstance(cached, str) else RemoteFile(url, place_of(path) if keep else None)
         return files[path]
 
     def index_of(path: str) -> dict[str, str]:
         file = file_of(path)
+        if keep and isinstance(file, RemoteFile):
+            download = partial(hf_hub_download, found.name, path, revision=commit, endpoint=constants.ENDPOINT)
+            file = Path(explained(found.name, commit, download))
         return read_index(file) if isinstance(file, RemoteFile) else parse_index(file.read_bytes(), file)
 
     folder = f"{repository.path}/" if repository.path else ""

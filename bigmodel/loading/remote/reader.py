@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -16,6 +17,7 @@ from ..copying import put_range
 from ..entry import FileIdentity
 from ..location import CheckpointFile, RemoteFile
 from ..ranges import STAGED_BYTES, Batch, Range
+from .keeping import Keeper
 from .source import Source, source_of
 
 __all__ = ["RemoteReader"]
@@ -24,6 +26,8 @@ IN_FLIGHT: Final = 16
 """Requests at once: one connection to a distant server carries a fraction of the line."""
 LONGEST_REQUEST_BYTES: Final = 64 << 20
 SHORTEST_REQUEST_BYTES: Final = 1 << 20
+KEPT_SHARE: Final = 0.5
+"""Of a file's bytes that have to be read at once for the rest to be fetched into the hub's cache."""
 GAP_BYTES: Final = 1 << 20
 """Bytes that are received and thrown away rather than asked around: about what passes in the time that a request takes to be answered."""
 
@@ -55,11 +59,18 @@ class RemoteReader:
         or raised, after Ctrl-C as well.
         """
         requests = list(self._requests(batches))
-        run = _Run(iter(requests), destinations, self._source, progress)
-        if len(requests) == 1:
-            _Worker(run).carry_out_all()
-        else:
-            _in_threads([_Worker(run) for _ in range(min(IN_FLIGHT, len(requests)))], run.stop)
+        keepers = self._keepers(requests)
+        run = _Run(iter(requests), destinations, self._source, progress, keepers)
+        try:
+            if len(requests) == 1:
+                _Worker(run).carry_out_all()
+            else:
+                _in_threads([_Worker(run) for _ in range(min(IN_FLIGHT, len(requests)))], run.stop)
+            for file, keeper in keepers.items():
+                keeper.finish(self._source(file))
+        finally:
+            for keeper in keepers.values():
+                keeper.discard()
 
     def __getstate__(self) -> Mapping[RemoteFile, FileIdentity]:
         return self._identities
@@ -69,6 +80,17 @@ class RemoteReader:
 
     def _source(self, file: RemoteFile) -> Source:
         return self._sources.setdefault(file, source_of(file, self._identities.get(file)))
+
+    def _keepers(self, requests: Sequence[_Request]) -> dict[RemoteFile, Keeper]:
+        """For files that are to be kept, and of which enough is read now that the rest is fetched as well."""
+        read_bytes: Counter[RemoteFile] = Counter()
+        for request in requests:
+            read_bytes[request.file] += request.end - request.start
+        return {
+            file: Keeper(file.keep, size_bytes)
+            for file, nbytes in read_bytes.items()
+            if file.keep is not None and nbytes >= KEPT_SHARE * (size_bytes := self._source(file).identity.size_bytes)
+        }
 
     def _requests(self, batches: Sequence[Batch]) -> Iterator[_Request]:
         """Neighbours in a file together; all of a file whose server cannot send a part alone."""
@@ -101,8 +123,10 @@ class _Run:
         destinations: Sequence[torch.Tensor],
         source: Callable[[RemoteFile], Source],
         progress: Progress | None,
+        keepers: Mapping[RemoteFile, Keeper],
     ) -> None:
         self.destinations = destinations
+        self.keepers = keepers
         self.source = source
         self.progress = progress
         self.stop = threading.Event()
@@ -164,7 +188,8 @@ class _Worker:
         # Destinations may be tensors made in inference mode, which no other mode may write to.
         with torch.inference_mode():
             while not self._run.stop.is_set() and (request := self._run.next()) is not None:
-                stream = _Stream(self._run.source(request.file).chunks(request.start, request.end, self._run.stop), request.start)
+                chunks = self._run.source(request.file).chunks(request.start, request.end, self._run.stop)
+                stream = _Stream(chunks, request.start, self._run.keepers.get(request.file))
                 for batch in request.batches:
                     if not self._fill(batch, stream):
                         return
@@ -214,8 +239,9 @@ class _Worker:
 class _Stream:
     """Bytes as they come, from which parts of any length are taken."""
 
-    def __init__(self, chunks: Iterator[bytes], position: int) -> None:
+    def __init__(self, chunks: Iterator[bytes], position: int, keeper: Keeper | None) -> None:
         self._chunks = chunks
+        self._keeper = keeper
         self._position = position
         self._rest = memoryview(b"")
 
@@ -226,6 +252,8 @@ class _Stream:
             if chunk is None:
                 return self._rest
             self._rest = memoryview(chunk)
+            if self._keeper is not None:
+                self._keeper.write(self._position, chunk)
         part, self._rest = self._rest[:most], self._rest[most:]
         self._position += len(part)
         return part
