@@ -45,6 +45,7 @@ def plan(
     offload_buffers: bool = False,
     machine: MachineLike | None = None,
     objective: str | None = None,
+    advice: bool = True,
     model_class: Any = None,
     trust_remote_code: bool = False,
 ) -> Plan:
@@ -85,6 +86,7 @@ def plan(
             machine.
         objective: None moves as few bytes as possible. "latency" leaves out devices that a step is expected to be faster without;
             "throughput" takes the batch (`batch` or more) that is expected to give the most tokens per second.
+        advice: whether to say what would help where something travels, which takes about ten more plans.
         model_class: a model class of transformers, an `Auto…` class, or the name of either, for a configuration that names no architecture,
             or another one than is meant.
         trust_remote_code: whether code that lies beside a checkpoint may run.
@@ -116,6 +118,7 @@ def plan(
         example_inputs=example_inputs,
         machine=budgets.machine if machine is None else machine,
         objective=objective,
+        advice=advice,
         formats=[find_format(name) for name in ADVISED_FORMATS],
     )
     return replace(made, model=tree.name or made.model, notes=(*made.notes, *tree.notes, *budgets.notes))

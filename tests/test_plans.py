@@ -111,6 +111,7 @@ def test_packed_formats_are_advised() -> None:
     said = [each.change for each in bigmodel.plan(Model(), BUDGETS).advice]
     assert "8-bit weights (int8)" in said
     assert "4-bit weights (nf4)" in said
+    assert bigmodel.plan(Model(), BUDGETS, advice=False).advice == ()
 
 
 def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
