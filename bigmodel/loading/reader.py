@@ -22,7 +22,7 @@ from .remote.reader import RemoteReader
 from .staging import Staging, side_streams
 from .transfer import Computation, Piece, Transfer
 from .ways import Reading, Way
-from .workers import MIN_WORKERS, workers
+from .workers import MIN_WORKERS, Crew, workers
 
 __all__ = ["Reader"]
 
@@ -76,25 +76,20 @@ class Reader:
         if plan.remote:
             self._remote.read(plan.remote, flat, progress)
         if in_this_thread or len(plan.batches) <= 1 or plan.filled_bytes <= INLINE_BYTES:
-            _drain(iter(plan.batches), flat, streams, Way("buffered", self.files, descriptors, 0), progress, threading.Event())
+            _drain(iter(plan.batches), flat, streams, Way("buffered", self.files, descriptors, 0), progress, Crew())
             return
         way = Way(self._reading, self.files, descriptors, sum(batch.nbytes for batch in plan.batches))
         pending = _Shared(plan.batches, descriptors, way)
-        stop = threading.Event()
+        crew = Crew()
         pool = workers()
         count = min(reading_threads() if way.is_buffered else max(MIN_WORKERS, reading_threads()), len(plan.batches))
-        futures = [pool.submit(_drain, pending, flat, streams, way, progress, stop) for _ in range(count)]
         try:
+            futures = [pool.submit(_drain, pending, flat, streams, way, progress, crew) for _ in range(count)]
             for future in futures:
                 future.result()
         finally:
             # An error or Ctrl-C: nobody may write into the destinations once this has returned.
-            stop.set()
-            for future in futures:
-                future.cancel()
-            for future in futures:
-                if not future.cancelled():
-                    future.exception()
+            crew.stop()
 
     def close(self) -> None:
         """Closes the files; a later read opens them again."""
@@ -170,27 +165,23 @@ def _drain(
     streams: Mapping[torch.device, torch.Stream],
     way: Way,
     progress: Progress | None,
-    stop: threading.Event,
+    crew: Crew,
 ) -> None:
     window = None
-    try:
-        # Destinations may be tensors made in inference mode, which no other mode may write to.
-        with torch.inference_mode():
-            staging = Staging(destinations, streams)
-            try:
-                for batch in work:
-                    if stop.is_set():
-                        return
-                    if window is None and not way.is_buffered:
-                        window = way.new_window()
-                    _read_batch(batch, destinations, way, staging, window)
-                    if progress is not None:
-                        progress.advance(batch.filled_bytes)
-            finally:
-                staging.finish()
-    except BaseException:
-        stop.set()
-        raise
+    # Destinations may be tensors made in inference mode, which no other mode may write to.
+    with crew.at_work(), torch.inference_mode():
+        staging = Staging(destinations, streams)
+        try:
+            for batch in work:
+                if crew.stopped:
+                    return
+                if window is None and not way.is_buffered:
+                    window = way.new_window()
+                _read_batch(batch, destinations, way, staging, window)
+                if progress is not None:
+                    progress.advance(batch.filled_bytes)
+        finally:
+            staging.finish()
 
 
 def _read_batch(batch: Batch, destinations: Sequence[torch.Tensor], way: Way, staging: Staging, window: torch.Tensor | None) -> None:

@@ -13,12 +13,14 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..atomic import folder_to_write, write_all
 from ..constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_PATTERN_NAME
 from ..errors import CheckpointError
 from ..protocols import TensorSpec
 from .formats.safetensors import lay_out
+from .formats.torch_zip import TorchZipFormat
 from .tensor_file import byte_parts
 
 __all__ = ["Fetch", "save_model"]
@@ -42,7 +44,7 @@ def save_model(
 
     Args:
         max_shard_size: bytes of tensors in a shard; a larger tensor has a shard of its own.
-        safe_serialization: False writes torch's format (`pytorch_model.bin`), which holds one shard in memory.
+        safe_serialization: False writes torch's format (`pytorch_model.bin`).
         metadata: added to the files' own.
         fetch: gives the values of a name in the state dict, for models whose weights are elsewhere; by default the tensor itself.
 
@@ -147,13 +149,25 @@ def _write_safetensors(file: Path, specs: Mapping[str, TensorSpec], fetch: Fetch
 
 
 def _write_torch(file: Path, specs: Mapping[str, TensorSpec], fetch: Fetch, aliases: Mapping[str, str]) -> None:
-    values = {name: _fetched(fetch, name, spec).to("cpu") for name, spec in specs.items()}
-    with open(file, "wb") as stream:
+    """As `torch.save` writes a state dict. torch lays the file out with empty tensors, and their bytes are put in one tensor at a time.
+
+    The checksums in the archive stay those of empty tensors: torch checks none.
+    """
+    with FakeTensorMode():
+        values = {name: torch.empty(spec.shape, dtype=spec.dtype, device="cpu") for name, spec in specs.items()}
+    with open(file, "wb") as stream, torch.serialization.skip_data(materialize_fake_tensors=True):
         try:
             torch.save(values | {alias: values[first] for alias, first in aliases.items()}, stream)
         except RuntimeError as error:
             # What the stream refused (a full disk) is hidden behind the complaint of torch's writer that positions do not fit.
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+    places = {entry.name: entry.offset for entry in TorchZipFormat().read_header(file).entries}
+    with open(file, "r+b", buffering=0) as target:
+        for name, spec in specs.items():
+            if _nbytes(spec):
+                target.seek(places[name])
+                for part in byte_parts(_fetched(fetch, name, spec)):
+                    write_all(target, part)
 
 
 @contextlib.contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -11,7 +13,7 @@ import torch
 
 from ..devices import reading_threads
 
-__all__ = ["MIN_WORKERS", "workers"]
+__all__ = ["MIN_WORKERS", "Crew", "workers"]
 
 MIN_WORKERS: Final = 4
 """Reads past the page cache mostly wait, and disks want several requests at once, whatever the number of cores."""
@@ -59,3 +61,38 @@ def _renew_after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_after_fork)
+
+
+class Crew:
+    """The threads that carry out one piece of work, each of which runs its part within `at_work`.
+
+    Futures cannot tell who is still at it: Ctrl-C may come while they are handed out, and lose one.
+    """
+
+    def __init__(self) -> None:
+        self.stopped = False
+        """Whether whoever is at work shall take nothing new."""
+        self._count = 0
+        self._condition = threading.Condition()
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """For one thread's part. An error in it stops the others."""
+        with self._condition:
+            self._count += 1
+        try:
+            yield
+        except BaseException:
+            self.stopped = True
+            raise
+        finally:
+            with self._condition:
+                self._count -= 1
+                self._condition.notify_all()
+
+    def stop(self) -> None:
+        """Returns when nobody is at work any more; who comes later finds that it has stopped."""
+        self.stopped = True
+        with self._condition:
+            while self._count:
+                self._condition.wait()
