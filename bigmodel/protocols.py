@@ -124,6 +124,10 @@ class Packer(Protocol):
         """Whether the weight of this full name is packed."""
         ...
 
+    def transposed(self, name: str) -> bool:
+        """Whether the weight is packed transposed: everything below is about the transposed one then."""
+        ...
+
     def kept(self, name: str, spec: TensorSpec) -> Mapping[str, TensorSpec]:
         """What will be kept of a weight, by full name."""
         ...

@@ -40,9 +40,12 @@ from .quantization import (
     WeightPacker,
     described,
     install,
+    is_linear,
     is_stack,
+    matrix_shape,
     note_scheme,
     packed_layers,
+    plain_forward,
     scheme_of,
     select,
     stored_weights,
@@ -213,17 +216,15 @@ def _with_packed_layers(
             if target is None:
                 continue  # a weight that the model has no use for; the match says so
             linear = model.get_submodule(target.rpartition(".")[0])
-            if type(linear).forward is not nn.Linear.forward:
+            if not is_linear(linear) or not plain_forward(linear):
                 raise QuantizationError(
                     f"{each.weight} is packed, and {target} belongs to a {type(linear).__name__}: only linear layers can be."
                 )
-            assert isinstance(linear, nn.Linear)
             own = _scheme_of_stored(each, entries[each.weight], descriptions.get(each.weight), scheme)
             described_shape = descriptions[each.weight].shape if each.description else entries[each.weight].shape
-            if described_shape != (linear.out_features, linear.in_features):
+            if described_shape != matrix_shape(linear):
                 raise MatchError(
-                    f"{each.weight} was packed from shape {list(described_shape)}; the model has "
-                    f"{[linear.out_features, linear.in_features]} in {target}."
+                    f"{each.weight} was packed from shape {list(described_shape)}; the model has {list(matrix_shape(linear))} in {target}."
                 )
             original = descriptions[each.weight].dtype if each.description else torch.float16
             layer = packed_layer(linear, own, original)

@@ -108,7 +108,9 @@ def materialize(
     weights: dict[str, Transfer] = {}
     for name, whole in match.transfers.items():
         transfer = local_transfer(whole, sharded[name]) if name in sharded else whole
-        if packer is not None and any(packer.takes(each) for each in names[name]):
+        taken = None if packer is None else next((each for each in names[name] if packer.takes(each)), None)
+        if packer is not None and taken is not None:
+            transfer = transfer.transposed() if packer.transposed(taken) else transfer
             weights[name] = transfer
             kept = packer.kept(name, _spec(transfer))
             device_bytes[keys[name]] += sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in kept.values())

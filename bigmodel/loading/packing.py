@@ -36,7 +36,8 @@ def pack_weights(
 ) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]:
     """Name and kept tensors of each weight, as they become complete; packed on the device that is given with it.
 
-    In memory beside what is kept: `PART_BYTES` for each reading thread (a weight that a function computes comes whole, one at a time).
+    In memory beside what is kept: `PART_BYTES` for each reading thread. A weight that a function computes, or that is packed transposed,
+    comes whole to its thread.
     Raises what reading and packing raise; then, and when the iterator is closed, no thread is at work any more.
     """
     parts = (part for transfer, device in _in_file_order(jobs) for part in _parts(transfer, device, packer))
@@ -73,10 +74,11 @@ def _parts(transfer: Transfer, device: torch.device, packer: Packer) -> Iterator
     """The parts of one weight: what is read, and its first row."""
     spec = TensorSpec(transfer.shape, transfer.dtype)
     rows = transfer.shape[0]
-    is_computed = any(isinstance(piece.origin, Computation) for piece in transfer.pieces)
+    # Rows of what lies column by column in the file are all over it.
+    whole = any(isinstance(piece.origin, Computation) or piece.source_strides[-1] != 1 for piece in transfer.pieces)
     step = packer.row_step(spec)
     row_bytes = math.prod(transfer.shape[1:]) * transfer.dtype.itemsize
-    at_once = rows if is_computed else max(1, PART_BYTES // max(1, step * row_bytes)) * step
+    at_once = rows if whole else max(1, PART_BYTES // max(1, step * row_bytes)) * step
     starts = range(0, max(1, rows), max(1, at_once))
     weight = _Weight(transfer.target, packer.begin(transfer.target, spec, device), len(starts))
     for start in starts:

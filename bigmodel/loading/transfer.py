@@ -103,6 +103,14 @@ class Transfer:
             pieces = [part for piece in pieces if (part := piece.clipped(dim, first, length)) is not None]
         return Transfer(self.target, shape, self.dtype, tuple(pieces))
 
+    def transposed(self) -> Transfer:
+        """The transfer of the transposed matrix."""
+        pieces = [
+            replace(piece, start=piece.start[::-1], shape=piece.shape[::-1], source_strides=piece.source_strides[::-1])
+            for piece in self.pieces
+        ]
+        return replace(self, shape=self.shape[::-1], pieces=tuple(pieces))
+
     def rows(self, start: int, length: int) -> Transfer:
         """The transfer of rows `start … start + length` of the first dimension alone."""
         return self.gathered([(start, length)])

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import QuantizationError
 from ..protocols import TensorSpec
+from .matrices import matrix_shape
 from .selection import select
 
 __all__ = ["FORMAT_NAMES", "FourBit", "Int8", "PackedFormat", "weight_format"]
@@ -109,12 +110,12 @@ PackedFormat: TypeAlias = FourBit | Int8
 
 def _sizes(packed: PackedFormat, model: nn.Module) -> dict[str, int]:
     sizes: dict[str, int] = {}
-    known: dict[torch.Size, int] = {}
+    known: dict[tuple[int, int], int] = {}
     for name, module in select(model, packed.skip_modules, packed.kept).packed.items():
-        shape = module.weight.shape
+        shape = matrix_shape(module)
         nbytes = known.get(shape)
         if nbytes is None:
-            nbytes = known[shape] = packed.packed_bytes(TensorSpec(tuple(shape), module.weight.dtype))
+            nbytes = known[shape] = _bytes(packed.tensors(shape))
         sizes[f"{name}.weight"] = nbytes
     return sizes
 

@@ -22,6 +22,7 @@ from .config import Scheme
 from .description import DESCRIPTION, STATE_NAMES, described, description_of
 from .formats import FourBit, PackedFormat
 from .kernels import state_4bit, unpack_8bit
+from .matrices import is_transposed, matrix_shape
 from .multiply import multiply
 
 __all__ = ["Linear4bit", "Linear8bitLt", "PackedLinear", "packed_layer"]
@@ -36,6 +37,8 @@ class PackedLinear(nn.Module):
     bias: nn.Parameter | None
     original_dtype: torch.dtype
     """What the weight was packed from, and is unpacked to."""
+    from_transposed: bool = False
+    """Whether the layer that this one took the place of kept its weight as (in, out)."""
 
     def packed_tensors(self) -> dict[str, torch.Tensor]:
         """The packed weight and its companions, by attribute."""
@@ -291,14 +294,16 @@ def _unpacked_4bit(packing: FourBit, shape: tuple[int, ...], dtype: torch.dtype,
     return value
 
 
-def packed_layer(linear: nn.Linear, scheme: Scheme, original_dtype: torch.dtype) -> Linear4bit | Linear8bitLt:
+def packed_layer(linear: nn.Module, scheme: Scheme, original_dtype: torch.dtype) -> Linear4bit | Linear8bitLt:
     """The packed layer, on meta, that takes the place of `linear`; its bias is that of `linear`, frozen."""
+    out_features, in_features = matrix_shape(linear)
     layer: Linear4bit | Linear8bitLt
     if isinstance(scheme.format, FourBit):
-        layer = Linear4bit(linear.in_features, linear.out_features, scheme.format, scheme.compute_dtype, original_dtype)
+        layer = Linear4bit(in_features, out_features, scheme.format, scheme.compute_dtype, original_dtype)
     else:
-        layer = Linear8bitLt(linear.in_features, linear.out_features, scheme.format, scheme.threshold, original_dtype)
-    layer.bias = linear.bias
+        layer = Linear8bitLt(in_features, out_features, scheme.format, scheme.threshold, original_dtype)
+    layer.bias = linear._parameters["bias"]
+    layer.from_transposed = is_transposed(linear)
     if layer.bias is not None:
         layer.bias.requires_grad_(False)
     layer.train(linear.training)

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
+from torch import nn
 
 from ..protocols import Packing, TensorSpec
 from .formats import BLOCK, FourBit, PackedFormat
+from .matrices import is_transposed
 
 __all__ = ["WeightPacker"]
 
 
 class WeightPacker:
-    """Packs the weights of the layers `layers` (full names) in one format. What is kept stands beside each weight, by its own name."""
+    """Packs the weights of `layers` (by full name) in one format. What is kept stands beside each weight, by its own name."""
 
-    def __init__(self, packing: PackedFormat, layers: Collection[str]) -> None:
+    def __init__(self, packing: PackedFormat, layers: Mapping[str, nn.Module]) -> None:
         self._packing = packing
-        self._weights = frozenset(f"{layer}.weight" for layer in layers)
+        self._transposed = {f"{name}.weight": is_transposed(layer) for name, layer in layers.items()}
 
     def takes(self, name: str) -> bool:
         """Whether `name` is the weight of one of the layers."""
-        return name in self._weights
+        return name in self._transposed
+
+    def transposed(self, name: str) -> bool:
+        """Whether the layer keeps this weight as (in, out); packed ones are (out, in)."""
+        return self._transposed[name]
 
     def kept(self, name: str, spec: TensorSpec) -> Mapping[str, TensorSpec]:
         """The packed weight and its companions, by full name."""

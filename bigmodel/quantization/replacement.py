@@ -13,6 +13,7 @@ from ..modules import owner_of
 from ..protocols import TensorSpec
 from .config import Scheme, scheme_of
 from .formats import PackedFormat
+from .matrices import is_transposed
 from .packer import WeightPacker
 from .selection import select
 
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 def pack(value: torch.Tensor, packing: PackedFormat) -> dict[str, torch.Tensor]:
     """The packed weight and its companions, by name (`"weight"`, `"absmax"`, …), where `value` is."""
     spec = TensorSpec(tuple(value.shape), value.dtype)
-    way = WeightPacker(packing, [""]).begin("weight", spec, value.device)
+    way = WeightPacker(packing, {}).begin("weight", spec, value.device)
     way.pack(0, value.detach())
     return dict(way.finish())
 
@@ -43,7 +44,6 @@ def install(model: nn.Module, scheme: Scheme, packed: Mapping[str, tuple[torch.d
     places = Places(model)
     for name, (dtype, tensors) in packed.items():
         linear, _ = owner_of(model, name)
-        assert isinstance(linear, nn.Linear)
         layer = packed_layer(linear, scheme, dtype)
         layer.fill({each.rpartition(".")[2]: tensor for each, tensor in tensors.items()})
         places.put(linear, layer)
@@ -77,9 +77,11 @@ def replace_with_bnb_layers(
     chosen.clear()
     while waiting:  # the weights of each go before the next ones are packed
         linear = waiting.pop(0)
-        layer = packed_layer(linear, scheme, linear.weight.dtype)
-        if linear.weight.device.type != "meta":
-            layer.fill(pack(linear.weight, scheme.format))
+        weight = linear._parameters["weight"]
+        assert weight is not None
+        layer = packed_layer(linear, scheme, weight.dtype)
+        if weight.device.type != "meta":
+            layer.fill(pack(weight.T if is_transposed(linear) else weight, scheme.format))
         places.put(linear, layer)
     return model
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..text import bytes_text, names_text
 from .config import Scheme
+from .matrices import is_linear
 from .replacement import packed_layers
 from .selection import select
 
@@ -115,14 +116,17 @@ def _layers(model: nn.Module, original: Callable[[str], torch.Tensor] | None) ->
         bias = layer.bias
         unpacked_bytes = layer.in_features * layer.out_features * layer.original_dtype.itemsize
         unpacked_bytes += 0 if bias is None else bias.numel() * bias.element_size()
-        errors = (None, None) if original is None else _errors(layer.unpacked(), original(f"{name}.weight"))
+        errors: tuple[float, float] | tuple[None, None] = (None, None)
+        if original is not None:
+            exact = original(f"{name}.weight")
+            errors = _errors(layer.unpacked(), exact.T if layer.from_transposed else exact)
         yield LayerReport(name, layer.packing.name, "", nbytes, unpacked_bytes, *errors)
 
 
 def _why_left(module: nn.Module, reason: str | None) -> str:
     if reason is not None:
         return reason
-    if isinstance(module, nn.Linear):
+    if is_linear(module):
         return "the checkpoint has it unpacked"
     if is_stack(module):
         return STACKED

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..modules import find_blocks
+from .matrices import is_linear, plain_forward
 
 __all__ = ["Selection", "keep_list", "select"]
 
@@ -21,7 +22,7 @@ READS_WEIGHTS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 class Selection:
     """The linear layers of a model, sorted."""
 
-    packed: dict[str, nn.Linear] = field(default_factory=dict)
+    packed: dict[str, nn.Module] = field(default_factory=dict)
     """By every full name: a layer that stands in several places appears under each of them."""
     left: dict[str, str] = field(default_factory=dict)
     """Full name → why the layer is left as it is."""
@@ -37,8 +38,9 @@ def select(model: nn.Module, skip_modules: Collection[str] | None = None, kept: 
     """Sorts the linear layers below `model` into those that are packed and those that are left as they are.
 
     `skip_modules` and `kept` name modules, with all below them: by full name, or by a run of components of it (`"q_proj"`, `"layers.1"`,
-    which is not `layers.10`). With None the output head and tied weights are skipped (`keep_list`). Subclasses of Linear with a forward of
-    their own are left; so is whatever torch's own modules compute with past the layer's forward.
+    which is not `layers.10`). With None the output head and tied weights are skipped (`keep_list`). Linear layers are `nn.Linear` and
+    transformers' `Conv1D`; subclasses with a forward of their own are left, and so is whatever torch's own modules compute with past the
+    layer's forward.
     """
     nodes = _nodes(model)
     tied = _tied(nodes)
@@ -48,7 +50,7 @@ def select(model: nn.Module, skip_modules: Collection[str] | None = None, kept: 
     for name, module, parent in nodes:
         if names and (name.rpartition(".")[0] in skipped or _ends_with(name, names)):
             skipped.add(name)
-        if not isinstance(module, nn.Linear):
+        if not is_linear(module):
             continue
         reason = "it is the output head, tied, or was asked to be left" if name in skipped else _why_left(module, parent, tied)
         if reason is None:
@@ -91,15 +93,16 @@ def _ends_with(path: str, names: Collection[str]) -> bool:
     return False
 
 
-def _why_left(module: nn.Linear, parent: nn.Module, tied: Collection[int]) -> str | None:
-    kind = type(module)
+def _why_left(module: nn.Module, parent: nn.Module, tied: Collection[int]) -> str | None:
     if isinstance(module, NonDynamicallyQuantizableLinear) or isinstance(parent, READS_WEIGHTS):
         return f"{type(parent).__name__} computes with its weight directly"
-    if kind.forward is not nn.Linear.forward:
-        return f"{kind.__name__} has a forward of its own"
-    if not module.weight.is_floating_point():
-        return f"its weight is {module.weight.dtype} already"
-    if id(module.weight) in tied:
+    if not plain_forward(module):
+        return f"{type(module).__name__} has a forward of its own"
+    weight = module._parameters["weight"]
+    assert weight is not None
+    if not weight.is_floating_point():
+        return f"its weight is {weight.dtype} already"
+    if id(weight) in tied:
         return "its weight is tied to another module's"
     return None
 
@@ -129,12 +132,12 @@ def _heads(model: nn.Module, nodes: Sequence[_Node]) -> list[str]:
     children = [(name, child) for name, child in model._modules.items() if child is not None]
     if children and _is_head(model, *children[-1]):
         heads.append(children[-1][0])
-    return heads or [name for name, child in children if isinstance(child, nn.Linear)][-1:]
+    return heads or [name for name, child in children if is_linear(child)][-1:]
 
 
 def _is_head(model: nn.Module, name: str, module: nn.Module) -> bool:
     """Whether a child holds linear layers, and no block."""
-    if isinstance(module, nn.Linear):
+    if is_linear(module):
         return True
-    has_layers = any(isinstance(each, nn.Linear) for each in module.modules())
+    has_layers = any(is_linear(each) for each in module.modules())
     return has_layers and not any(f"{block}.".startswith(f"{name}.") for block in find_blocks(model))

@@ -5,12 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.utils import is_accelerate_available
 
 import bigmodel
 from bigmodel import placement
-from bigmodel.quantization import BnbQuantizationConfig, packed_layers
+from bigmodel.quantization import BnbQuantizationConfig, pack, packed_layers, scheme_of
 
 CONFIGS = {
     "nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32),
@@ -114,3 +123,41 @@ def test_stacked_experts_that_stay_unpacked_are_told_with_their_bytes(tmp_path, 
     assert "48.00 KiB of stacked experts stay unpacked (model.layers.0.mlp.experts, model.layers.1.mlp.experts)" in caplog.text
     assert "stack of matrices" in str(bigmodel.quantization_report(model))
     assert logits(model).isfinite().all()
+
+
+@pytest.fixture
+def gpt2(tmp_path):
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=128, n_embd=64, n_layer=3, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).to(torch.bfloat16).save_pretrained(tmp_path / "gpt2")
+    return tmp_path / "gpt2"
+
+
+def test_layers_that_keep_their_weight_transposed_are_packed(gpt2, tmp_path, config):
+    plain_model = bigmodel.from_pretrained(gpt2, device_map={"": "cpu"})
+    model = bigmodel.from_pretrained(gpt2, quantization=config, device_map={"": "cpu", "transformer.h.1": "disk"})
+    assert sorted(packed_layers(model)) == sorted(
+        f"transformer.h.{n}.{name}" for n in range(3) for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    )
+    packing = scheme_of(config).format
+    for name, layer in packed_layers(model).items():
+        weight = plain_model.get_submodule(name).weight
+        assert (layer.out_features, layer.in_features) == tuple(weight.T.shape)
+        expected = pack(weight.T.contiguous(), packing)
+        if "h.1" not in name:
+            assert all(torch.equal(tensor, expected[part]) for part, tensor in layer.packed_tensors().items())
+    total = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+    planned = bigmodel.planning.plan(plain_model, {"cpu": "1GB"}, weight_format=packing).total_bytes
+    assert planned == total + sum(buffer.nbytes for buffer in plain_model.buffers())
+    errors = [layer.relative_error for layer in bigmodel.quantization_report(model, gpt2).layers if layer.format]
+    assert max(errors) < 0.25
+    model.save_pretrained(tmp_path / "saved")
+    again = bigmodel.from_pretrained(tmp_path / "saved", device_map={"": "cpu"})
+    assert torch.equal(logits(again), logits(model))
+
+
+@with_transformers
+def test_transposed_layers_equal_those_of_transformers(gpt2, config):
+    theirs = plain(AutoModelForCausalLM.from_pretrained(gpt2, quantization_config=config, device_map={"": "cpu"}))
+    ours = bigmodel.from_pretrained(gpt2, quantization=config, device_map={"": "cpu"})
+    assert torch.equal(logits(ours), logits(theirs))
