@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import defaultdict
@@ -17,8 +18,10 @@ from ..errors import PlanError
 from ..modules import get_non_persistent_buffers, owner_of
 from ..progress import Progress, ProgressCallback
 from ..protocols import Packer, TensorSpec
+from ..text import bytes_text
 from .exchange import several_processes
 from .host_memory import empty_tensors
+from .location import RemoteFile
 from .mapped import mapped_tensors
 from .match import Match
 from .packed import PackedWeights, bring_packed, kept_packed
@@ -31,6 +34,8 @@ from .transfer import Transfer
 from .ways import Reading
 
 __all__ = ["check_covering", "materialize", "placements"]
+
+logger = logging.getLogger(__name__)
 
 
 def check_covering(model: nn.Module, device_map: Mapping[str, object]) -> None:
@@ -201,4 +206,12 @@ def _spec(transfer: Transfer) -> TensorSpec:
 def _store(match: Match, on_disk: Mapping[str, Transfer], packed: PackedWeights) -> CheckpointStore | None:
     if not on_disk and not packed.on_disk:
         return None
+    distant = sum(transfer.nbytes for transfer in on_disk.values() if any(isinstance(each.file, RemoteFile) for each in transfer.entries()))
+    if distant:
+        logger.warning(
+            "%s of the weights stay at %s and are fetched over the network whenever they are used. Download the checkpoint first for a "
+            "model that runs at the pace of a disk.",
+            bytes_text(distant),
+            match.location,
+        )
     return CheckpointStore({**on_disk, **packed.on_disk}, {**match.identities, **packed.identities}, packed.folder)

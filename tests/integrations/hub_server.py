@@ -23,6 +23,8 @@ class Hub:
     fetched_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes that were asked for by range, by file."""
     tokens: list[str | None] = field(default_factory=list)
+    busy: int = 0
+    """How many requests are answered by 503 from now on."""
 
     def refusal(self, name: str, revision: str) -> tuple[int, bytes, dict[str, str]] | None:
         """What the hub answers about a repository or revision that it does not have, or does not give."""
@@ -48,6 +50,9 @@ class Hub:
 
             def answer(self, *, with_body: bool) -> None:
                 path = self.path.partition("?")[0]
+                if hub.busy > 0:
+                    hub.busy -= 1
+                    return self.send(503, b"", {}, with_body)
                 if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(revision|tree)/([^/]+)", path):
                     if (refusal := hub.refusal(found[1], found[3])) is not None:
                         return self.send(*refusal, with_body)

@@ -84,6 +84,14 @@ def test_what_the_cache_has_is_not_fetched_and_is_all_there_is_without_a_connect
         Checkpoint.open("owner/parts")
 
 
+def test_a_busy_hub_is_asked_again(hub: Hub, checkpoint_folder: Callable[[str], Path]) -> None:
+    hub.busy = 3
+    assert Checkpoint.open("owner/llama").entries.keys() == Checkpoint.open(checkpoint_folder("llama")).entries.keys()
+    hub.busy = 1000
+    with pytest.raises(CheckpointNotFoundError, match="cannot be reached"):
+        Checkpoint.open("owner/llama")
+
+
 @pytest.mark.parametrize("where", ["owner/llama", "hf://owner/parts/text"])
 def test_what_streams_by_is_kept_in_the_cache(
     hub: Hub, where: str, checkpoint_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

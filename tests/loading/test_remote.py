@@ -344,8 +344,11 @@ def test_headers_from_strangers_are_checked_as_local_ones_are(server: RangeServe
         Checkpoint.open(server.url("bad"))
 
 
-def test_what_stays_on_disk_is_fetched_when_it_is_read_and_survives_copies_and_pickles(server: RangeServer) -> None:
+def test_what_stays_on_disk_is_fetched_when_it_is_read_and_survives_copies_and_pickles(
+    server: RangeServer, caplog: pytest.LogCaptureFixture
+) -> None:
     filled, report = loaded(server.url("sharded"), device_map={"0": "cpu", "1": "disk"})
+    assert "are fetched over the network whenever they are used" in caplog.text
     assert filled[1].weight.is_meta
     store = report.store
     assert store is not None

@@ -16,13 +16,12 @@ from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 from ...errors import BigModelError, CheckpointError, CheckpointNotFoundError
 from ..entry import FileIdentity
 from ..location import RemoteFile
-from .retry import ATTEMPTS, wait
+from .retry import ATTEMPTS, TRANSIENT, wait
 
 __all__ = ["HttpSource"]
 
 SILENCE_SECONDS: Final = 30.0
 """Longest wait for a connection or for the next bytes. However slow the bytes come, they may."""
-_TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
@@ -130,7 +129,7 @@ class HttpSource:
             yield response, first, total
 
     def _refuse(self, status: int, headers: Any, start: int) -> None:
-        if status in _TRANSIENT:
+        if status in TRANSIENT:
             after = headers.get("Retry-After", "")
             raise _Transient(f"the server answered {status}", float(after) if after.isdigit() else None)
         if status in (404, 410):

@@ -26,6 +26,7 @@ from ..local import local_parts
 from ..location import CachePlace, CheckpointFile, HubRepository, RemoteFile
 from ..parts import Parts
 from .headers import read_index
+from .retry import ATTEMPTS, TRANSIENT, wait
 
 __all__ = ["explained", "repository_parts"]
 
@@ -49,14 +50,19 @@ def repository_parts(repository: HubRepository, *, keep: bool = False) -> Parts:
         files_metadata=True,
         timeout=ANSWER_SECONDS,
     )
-    try:
-        info = ask()
-    except REFUSALS as error:
-        raise _explanation(repository.name, repository.revision, error) from error
-    # Offline mode and a hub that cannot be reached come as errors of several HTTP libraries.
-    except Exception:
-        return _cached_parts(repository)
-    return _listed_parts(repository, info, keep)
+    for failures in range(1, ATTEMPTS + 1):
+        try:
+            info = ask()
+        except REFUSALS as error:
+            raise _explanation(repository.name, repository.revision, error) from error
+        # Offline mode and a hub that cannot be reached come as errors of several HTTP libraries.
+        except Exception as error:
+            if getattr(getattr(error, "response", None), "status_code", None) not in TRANSIENT:
+                break
+            wait(failures, None, None)
+        else:
+            return _listed_parts(repository, info, keep)
+    return _cached_parts(repository)
 
 
 def _cached_parts(repository: HubRepository) -> Parts:

@@ -7,11 +7,13 @@ import threading
 import time
 from typing import Final
 
-__all__ = ["ATTEMPTS", "wait"]
+__all__ = ["ATTEMPTS", "TRANSIENT", "wait"]
 
 ATTEMPTS: Final = 6
 """Attempts in a row that bring no byte before a file is given up."""
 FIRST_WAIT_SECONDS: Final = 0.5
+TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Answers of a server that may be others soon (HTTP status codes)."""
 LONGEST_WAIT_SECONDS: Final = 60.0
 
 
