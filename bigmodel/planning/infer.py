@@ -15,6 +15,7 @@ from ..devices import DeviceKey
 from ..errors import PlanError
 from ..modules import find_tied_parameters
 from .conventional import walk
+from .cutting import cut_where_nothing_else_works
 from .device_maps import clean_device_map
 from .items import Inventory, Travel, Unit, find_items, join_tied
 from .memory import get_max_memory
@@ -62,6 +63,17 @@ def infer_auto_device_map(
     # Buffers that stay behind are reported below and not planned with: scripts expect the same map with and without `offload_buffers`.
     units = join_tied(inventory, Travel(True, alignment=1, whole_embeddings=True))
     assignment = assign(units, budgets, main_holds=True)
+    if assignment.unplaced:
+        cut = cut_where_nothing_else_works(
+            inventory,
+            assignment,
+            budgets,
+            lambda each: join_tied(each, Travel(True, alignment=1, whole_embeddings=True)),
+            lambda each: assign(each, budgets, main_holds=True),
+        )
+        if cut is not None:
+            inventory, units, assignment = cut.inventory, cut.units, cut.assignment
+            logger.warning(cut.note)
     expected = walk(units, budgets)
     if expected is not None:
         is_plain = not inventory.blocks and len(units) <= FEW_LAYERS and expected.main == assignment.main and assignment.moved_bytes

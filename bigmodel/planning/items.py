@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from ..modules import find_blocks, row_tables
 from ..parts import smallest_ring
 from .sizes import TensorBytes
 
-__all__ = ["Inventory", "Item", "Travel", "Unit", "buffer_bytes", "find_items", "join_tied", "largest_part"]
+__all__ = ["Inventory", "Item", "Travel", "Unit", "buffer_bytes", "find_items", "join_tied", "largest_part", "with_blocks_cut"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,27 @@ def find_items(model: nn.Module, rule: TensorBytes, no_split_module_classes: str
     if not inventory.items:
         raise PlanError(f"{type(model).__name__} has no parameters and no buffers: there is nothing to place.")
     return inventory
+
+
+def with_blocks_cut(inventory: Inventory, names: Collection[str]) -> Inventory:
+    """The same inventory with the blocks `names` cut into their children and the tensors that they hold themselves."""
+    made = replace(inventory, items=[], blocks=[name for name in inventory.blocks if name not in names], layouts=dict(inventory.layouts))
+
+    def known(name: str, tensor: torch.Tensor) -> int:
+        return inventory.nbytes[id(tensor)]
+
+    for item in inventory.items:
+        if item.module is None or item.name not in names or not item.module._modules:
+            made.items.append(item)
+            continue
+        own = _own_tensors(item.module, item.name)
+        if own:
+            _add(made, own[0][0], own, known, entries=tuple(tensor_name for tensor_name, _, _ in own))
+        for key, child in item.module._modules.items():
+            tensors = [] if child is None else _tensors_below(child, _join(item.name, key))
+            if child is not None and tensors:
+                _add(made, _join(item.name, key), tensors, known, block=child if child._modules else None)
+    return made
 
 
 def buffer_bytes(unit: Unit, inventory: Inventory) -> int:
@@ -204,7 +225,10 @@ def join_tied(inventory: Inventory, travel: Travel, state_bytes: Mapping[str, in
 
 
 def _state_by_item(inventory: Inventory, state_bytes: Mapping[str, int]) -> dict[str, int]:
-    """State by the item that the module is, or is part of. Raises `PlanError` for a module that no item holds."""
+    """State by the item that the module is, or is part of; by its first part where it was cut.
+
+    Raises `PlanError` for a module that no item holds.
+    """
     if not state_bytes:
         return {}
     names = {item.name for item in inventory.items}

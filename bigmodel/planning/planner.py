@@ -15,6 +15,7 @@ from ..errors import PlanError
 from ..protocols import WeightFormat
 from ..text import bytes_text
 from .advice import advise
+from .cutting import cut_where_nothing_else_works
 from .device_maps import clean_device_map
 from .infer import map_entries, refuse_unplaced
 from .items import Inventory, Travel, Unit, buffer_bytes, join_tied, largest_part
@@ -59,7 +60,7 @@ def plan(
     accelerators that this machine lacks can be planned for). Devices that it does not name are not used, except "disk". Without it the
     machine is measured (`memory.measured_budgets`). `dtype` and `special_dtypes` (by tensor name) are those that loading will use.
 
-    Blocks are never split: modules of `no_split_module_classes`, else those found by `modules.find_blocks`. Tied weights stay together and
+    Blocks are only split where no map with whole ones works, and the plan says so: modules of `no_split_module_classes`, else those found by `modules.find_blocks`. Tied weights stay together and
     count once. Where something has to be offloaded, embeddings that are not tied go first: a step reads single rows of them.
 
     `mode`: "auto" and "balanced" fill accelerators evenly if everything fits, "balanced_low_0" leaves the first as empty as it can be,
@@ -117,6 +118,12 @@ def _solved(request: Request, work: SharedWork) -> Plan:
         if with_buffers.main != assignment.main:
             units, assignment, offload_buffers = travelling, with_buffers, True
             notes.append(f"Buffers of offloaded modules travel with them: device {assignment.main!r} has no room to keep them all.")
+    cut = cut_where_nothing_else_works(
+        inventory, assignment, budgets, lambda each: join_tied(each, Travel(offload_buffers), needs.state_bytes), assigned
+    )
+    if cut is not None:
+        inventory, units, assignment = cut.inventory, cut.units, cut.assignment
+        notes.append(cut.note)
     refuse_unplaced(units, assignment, budgets)
     notes += _passage_notes(units, assignment, budgets, needs)
     found = _described(request, inventory, needs, units, assignment, offload_buffers, notes)
