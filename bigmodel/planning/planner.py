@@ -60,8 +60,9 @@ def plan(
     accelerators that this machine lacks can be planned for). Devices that it does not name are not used, except "disk". Without it the
     machine is measured (`memory.measured_budgets`). `dtype` and `special_dtypes` (by tensor name) are those that loading will use.
 
-    Blocks are only split where no map with whole ones works, and the plan says so: modules of `no_split_module_classes`, else those found by `modules.find_blocks`. Tied weights stay together and
-    count once. Where something has to be offloaded, embeddings that are not tied go first: a step reads single rows of them.
+    Blocks are modules of `no_split_module_classes`, else those found by `modules.find_blocks`. They are only split where no map with whole
+    ones works, and the plan says so. Tied weights stay together and count once. Where something has to be offloaded, embeddings that are
+    not tied go first: a step reads single rows of them.
 
     `mode`: "auto" and "balanced" fill accelerators evenly if everything fits, "balanced_low_0" leaves the first as empty as it can be,
     "sequential" fills one after the other. With `offload_buffers` the buffers of offloaded modules travel too; if the main device has no
