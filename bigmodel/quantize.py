@@ -14,7 +14,7 @@ from torch import nn
 from .api import dispatch_model, load_and_dispatch
 from .devices import DeviceKey, accelerators, as_key
 from .errors import MatchError, MissingPackageError, QuantizationError
-from .loading import Checkpoint, read_tensors
+from .loading import Checkpoint, offload_weight, read_tensors, set_module_tensor_to_device
 from .placing import DeviceMap, find_placing
 from .quantization import (
     BnbQuantizationConfig,
@@ -22,13 +22,14 @@ from .quantization import (
     QuantizationReport,
     Scheme,
     note_scheme,
+    pack,
     packed_layers,
     replace_with_bnb_layers,
     report,
     scheme_of,
 )
 
-__all__ = ["get_quantized_model_device_map", "load_and_quantize_model", "quantization_report"]
+__all__ = ["get_quantized_model_device_map", "load_and_quantize_model", "quantization_report", "quantize_and_offload_8bit"]
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,29 @@ def get_quantized_model_device_map(
         weight_format=scheme.format,
     )
     return place.device_map
+
+
+def quantize_and_offload_8bit(
+    model: nn.Module,
+    param: torch.Tensor,
+    param_name: str,
+    new_dtype: torch.dtype | None,
+    offload_folder: str | Path,
+    offload_index: dict[str, Any],
+    fp16_statistics: torch.Tensor | None,
+) -> None:
+    """Writes the weight `param` in 8 bits, and its scales (`SCB`), to an offload folder and its index; the model's own goes to meta.
+
+    With `fp16_statistics`, its scales, `param` is packed already. Loaders do this by themselves; it is here for scripts.
+    """
+    if fp16_statistics is None:
+        tensors = pack(param if new_dtype is None else param.to(new_dtype), Int8())
+    else:
+        tensors = {"weight": param, "SCB": fp16_statistics}
+    beside = param_name.rpartition(".")[0]
+    offload_weight(tensors["weight"], param_name, offload_folder, index=offload_index)
+    offload_weight(tensors["SCB"], f"{beside}.SCB" if beside else "SCB", offload_folder, index=offload_index)
+    set_module_tensor_to_device(model, param_name, "meta", dtype=new_dtype, value=torch.empty(param.shape, device="meta"))
 
 
 def quantization_report(model: nn.Module, checkpoint: str | Path | None = None) -> QuantizationReport:

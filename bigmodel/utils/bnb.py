@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..quantization import BnbQuantizationConfig, has_4bit_bnb_layers, replace_with_bnb_layers
 from ..quantization import keep_list as get_keys_to_not_convert
-from ..quantize import get_quantized_model_device_map, load_and_quantize_model
+from ..quantize import get_quantized_model_device_map, load_and_quantize_model, quantize_and_offload_8bit
 
 __all__ = [
     "BnbQuantizationConfig",
@@ -12,5 +12,6 @@ __all__ = [
     "get_quantized_model_device_map",
     "has_4bit_bnb_layers",
     "load_and_quantize_model",
+    "quantize_and_offload_8bit",
     "replace_with_bnb_layers",
 ]

@@ -12,13 +12,15 @@ from torch import nn
 
 import bigmodel
 from bigmodel import MatchError, PlanError, QuantizationError
-from bigmodel.quantization import packed_layers
+from bigmodel.quantization import Int8, pack, packed_layers
 from bigmodel.utils import (
     BnbQuantizationConfig,
     get_keys_to_not_convert,
     get_quantized_model_device_map,
     has_4bit_bnb_layers,
     load_and_quantize_model,
+    load_offloaded_weight,
+    quantize_and_offload_8bit,
     replace_with_bnb_layers,
 )
 
@@ -113,3 +115,16 @@ def test_an_old_bitsandbytes_is_refused_with_both_releases(monkeypatch, config, 
 def test_what_is_no_config_is_refused():
     with pytest.raises(QuantizationError, match="str is no config"):
         load_and_quantize_model(empty_net(), "nf4")
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_weight_is_offloaded_in_8_bits_with_its_scales(tmp_path, is_packed):
+    model = nn.Sequential(nn.Linear(8, 4))
+    expected = pack(model[0].weight.to(torch.float16), Int8())
+    index = {}
+    value, scales = (expected["weight"], expected["SCB"]) if is_packed else (model[0].weight, None)
+    quantize_and_offload_8bit(model, value, "0.weight", torch.float16, tmp_path, index, scales)
+    assert sorted(index) == ["0.SCB", "0.weight"]
+    assert torch.equal(load_offloaded_weight(tmp_path / "0.weight.dat", index["0.weight"]), expected["weight"])
+    assert torch.equal(load_offloaded_weight(tmp_path / "0.SCB.dat", index["0.SCB"]), expected["SCB"])
+    assert model[0].weight.is_meta
