@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable, Mapping
 
 import torch
 
-from .entry import Entry, FileIdentity, contiguous_strides
+from .entry import FileIdentity
 from .files import OpenFiles
-from .location import CheckpointFile, RemoteFile
+from .location import CheckpointFile
+from .pages import map_privately, range_of, tensor_on
 from .transfer import Transfer
 
 __all__ = ["mapped_tensors"]
@@ -22,32 +22,13 @@ def mapped_tensors(transfers: Iterable[Transfer], identities: Mapping[Checkpoint
     the page, never the file. Who writes to the file in place changes the tensors, and who truncates it ends the process at the next
     access. Raises `CheckpointError` when a file is not the one that was opened.
     """
-    chosen = {transfer.target: entry for transfer in transfers if (entry := _as_it_lies(transfer)) is not None}
+    chosen = [(transfer, place) for transfer in transfers if (place := range_of(transfer)) is not None]
+    chosen = [(transfer, place) for transfer, place in chosen if place[1] % transfer.dtype.itemsize == 0]
     files = OpenFiles(identities)
     try:
-        found = files.checked({entry.file for entry in chosen.values()})
-        mappings = {
-            file: mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-            for file, descriptor in found.items()
-        }
+        found = files.checked({file for _, (file, _) in chosen})
+        mappings = {file: map_privately(descriptor) for file, descriptor in found.items()}
         files.checked(found)
     finally:
         files.close()
-    with torch.inference_mode(False):
-        return {
-            target: torch.frombuffer(mappings[entry.file], dtype=entry.dtype, count=entry.numel, offset=entry.offset).view(entry.shape)
-            for target, entry in chosen.items()
-        }
-
-
-def _as_it_lies(transfer: Transfer) -> Entry | None:
-    """The entry whose bytes are the tensor."""
-    if len(transfer.pieces) != 1 or transfer.nbytes == 0:
-        return None
-    piece = transfer.pieces[0]
-    entry = piece.origin
-    if not isinstance(entry, Entry) or entry.contents is not None or isinstance(entry.file, RemoteFile):
-        return None
-    is_whole = piece.shape == transfer.shape == entry.shape and piece.source_offset == 0
-    is_in_order = piece.source_strides == contiguous_strides(entry.shape)
-    return entry if is_whole and is_in_order and entry.dtype == transfer.dtype and entry.offset % entry.dtype.itemsize == 0 else None
+    return {transfer.target: tensor_on(mappings[file], transfer, offset) for transfer, (file, offset) in chosen}

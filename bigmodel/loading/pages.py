@@ -28,7 +28,7 @@ from .location import RemoteFile
 from .transfer import Transfer
 from .workers import workers
 
-__all__ = ["MappedPages"]
+__all__ = ["MappedPages", "map_privately", "range_of", "tensor_on"]
 
 ALIGNMENT: Final = 16
 """Where the first element of a tensor of 4-byte numbers or larger has to lie (bytes). On others MKL sums in another order: results differ
@@ -77,7 +77,7 @@ class MappedPages:
 
     def can_hold(self, transfer: Transfer) -> bool:
         """Whether the bytes of the file are the tensor: one range of it, in order, of the tensor's dtype, where kernels can read it."""
-        found = _range_of(transfer)
+        found = range_of(transfer)
         if found is None:
             return False
         file, offset = found
@@ -98,7 +98,8 @@ class MappedPages:
         ranges = _merged(transfers)
         for file, offset, nbytes in ranges:
             descriptor = self._files.checked([file])[file]
-            samples = (_is_in_memory(descriptor, position) for position in range(offset, offset + nbytes, SAMPLED_BYTES))
+            ends = (min(start + SAMPLED_BYTES, offset + nbytes) for start in range(offset, offset + nbytes, SAMPLED_BYTES))
+            samples = (_is_in_memory(descriptor, end - 1) for end in ends)
             missing = next((sample for sample in samples if not sample), True)
             if missing is False or (missing is None and (file, offset) not in self._read_once):
                 self._read_once.add((file, offset))
@@ -125,21 +126,19 @@ class MappedPages:
             if file not in self._mappings:
                 descriptor = self._files.checked([file])[file]
                 try:
-                    self._mappings[file] = _map_privately(descriptor)
+                    self._mappings[file] = map_privately(descriptor)
                 except (OSError, ValueError):  # file systems and limits that allow no mapping, empty files
                     self._mappings[file] = None
             return self._mappings[file]
 
     def _map(self, transfer: Transfer) -> tuple[Path, torch.Tensor]:
-        found = _range_of(transfer)
+        found = range_of(transfer)
         assert found is not None
         file, offset = found
         mapping = self._mapping(file)
         if mapping is None:
             raise CheckpointError(f"{file}: the system does not map it any more: set BIGMODEL_MAP_FILES=0, which reads it instead.")
-        with torch.inference_mode(False):
-            flat = torch.frombuffer(mapping, dtype=transfer.dtype, count=transfer.nbytes // transfer.dtype.itemsize, offset=offset)
-            made = (file, flat.view(transfer.shape))
+        made = (file, tensor_on(mapping, transfer, offset))
         with self._lock:
             if self._mappings.get(file) is mapping:
                 made = self._tensors.setdefault(transfer.target, made)
@@ -162,17 +161,26 @@ def _bring_in(chunks: Iterator[tuple[int, int, int]]) -> None:
     """Reads chunks into memory that is thrown away, so that the system keeps them in its own. Threads may share the iterator."""
     scratch = memoryview(bytearray(CHUNK_BYTES))
     for descriptor, offset, nbytes in chunks:
-        if not _is_in_memory(descriptor, offset) and hasattr(os, "preadv"):
+        # The system's own read-ahead may have brought the beginning alone.
+        if not _is_in_memory(descriptor, offset + nbytes - 1) and hasattr(os, "preadv"):
             os.preadv(descriptor, [scratch[:nbytes]], offset)
 
 
-def _map_privately(descriptor: int) -> mmap.mmap:
+def map_privately(descriptor: int) -> mmap.mmap:
+    """The whole of a file, mapped to be read, and written to in copies of its pages that are this process's alone. Raises OSError."""
     if os.name == "posix":
         return mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE | _NO_RESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
 
 
-def _range_of(transfer: Transfer) -> tuple[Path, int] | None:
+def tensor_on(mapping: mmap.mmap, transfer: Transfer, offset: int) -> torch.Tensor:
+    """The tensor whose bytes begin at `offset` of a mapped file; it keeps the mapping."""
+    count = transfer.nbytes // transfer.dtype.itemsize
+    with torch.inference_mode(False):
+        return torch.frombuffer(mapping, dtype=transfer.dtype, count=count, offset=offset).view(transfer.shape)
+
+
+def range_of(transfer: Transfer) -> tuple[Path, int] | None:
     """The file, and the byte of it where the tensor begins; None where a file's bytes are not the tensor, in order."""
     if len(transfer.pieces) != 1:
         return None
@@ -180,6 +188,7 @@ def _range_of(transfer: Transfer) -> tuple[Path, int] | None:
     entry = piece.origin
     if (
         not isinstance(entry, Entry)
+        or entry.contents is not None
         or isinstance(entry.file, RemoteFile)
         or entry.dtype != transfer.dtype
         or piece.shape != transfer.shape
@@ -196,7 +205,7 @@ def _merged(transfers: Sequence[Transfer]) -> list[tuple[Path, int, int]]:
     """File, first byte and bytes of what the transfers read, neighbours together."""
     ranges = []
     for transfer in transfers:
-        found = _range_of(transfer)
+        found = range_of(transfer)
         if found is not None:
             ranges.append((*found, transfer.nbytes))
     merged: list[tuple[Path, int, int]] = []

@@ -142,7 +142,7 @@ def test_a_file_system_that_cannot_map(file, monkeypatch):
     def refuse(descriptor: int) -> None:
         raise OSError("no mapping here")
 
-    monkeypatch.setattr(pages, "_map_privately", refuse)
+    monkeypatch.setattr(pages, "map_privately", refuse)
     assert not store_of(file).is_paged("float")
 
 
