@@ -36,7 +36,6 @@ def test_accelerators_are_measured_with_their_links(quick: Path, accelerators):
     link = machine.devices[0].from_host
     assert link is not None
     assert link.latency_seconds >= 2e-3
-    assert link.per_second < 0.55e9
     assert machine.devices[1].to_host is not None
     assert machine.devices[0].name == "simulated accelerator 0"
     assert list(quick.iterdir()) == []  # the folder that it measured by default
