@@ -37,6 +37,8 @@ class RangeServer:
     files: dict[str, bytes]
     fault: Callable[[Answer], None] = lambda answer: None
     requests: list[tuple[str, int, int | None]] = field(default_factory=list)
+    tokens: list[str | None] = field(default_factory=list)
+    """Of all requests of files."""
 
     def __enter__(self) -> RangeServer:
         serving = self
@@ -52,6 +54,8 @@ class RangeServer:
                 with lock:
                     number = len(serving.requests)
                     serving.requests.append((path, start, end))
+                    if not path.startswith("api/"):  # the hub's client has questions of its own
+                        serving.tokens.append(self.headers.get("Authorization"))
                     times = serving.requests.count((path, start, end))
                 data = serving.files.get(path)
                 if data is None:

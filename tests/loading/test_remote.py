@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from range_server import Answer, RangeServer
 from safetensors.torch import save
 from torch import nn
@@ -273,6 +274,33 @@ def test_redirects_are_followed_once_and_again_when_they_expire(server: RangeSer
     assert is_filled(filled)
     assert len(data) > 3 * 4096
     assert 2 <= asked.count("one/model.safetensors") < asked.count("kept/model.safetensors")
+
+
+def test_the_token_follows_a_redirect_within_the_hub_and_no_other(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    server.files["kept/model.safetensors"] = server.files["one/model.safetensors"]
+
+    def redirect(answer: Answer) -> None:
+        if answer.path == "one/model.safetensors":
+            answer.status, answer.body, answer.headers = 307, b"", {"Location": server.url("kept/model.safetensors")}
+
+    server.fault = redirect
+    monkeypatch.setattr(constants, "ENDPOINT", server.url("").rstrip("/"))
+    filled, _ = loaded(server.url("one/model.safetensors"))
+    assert is_filled(filled)
+    assert set(server.tokens) == {"Bearer hf_secret"}
+
+    def away(answer: Answer) -> None:
+        answer.status, answer.headers = 307, {"Location": server.url("kept/model.safetensors")}
+
+    with RangeServer({}, away) as other:
+        monkeypatch.setattr(constants, "ENDPOINT", other.url("").rstrip("/"))
+        server.tokens.clear()
+        filled, _ = loaded(other.url("x/model.safetensors"))
+        assert is_filled(filled)
+        assert set(server.tokens) == {None}
+        assert set(other.tokens) == {"Bearer hf_secret"}
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ class HttpSource:
         """The answer to the request of a range, the position of its first byte, and the size of the whole file."""
         redirected = self._route.redirected
         headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-        if redirected is None and _is_hub(self.file.url):
+        if _is_hub(redirected or self.file.url):
             headers |= build_hf_headers(library_name="bigmodel")
         with get_session().stream(
             "GET", redirected or self.file.url, headers=headers, timeout=SILENCE_SECONDS, follow_redirects=True
