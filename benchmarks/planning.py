@@ -6,7 +6,6 @@ Run: `make bench`, or this file alone with the interpreter of `.venv-bench`.
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,7 +19,6 @@ from bigmodel.modules import row_tables
 from bigmodel.protocols import TensorSpec
 
 MODULES = 63_000
-REPEATS = 3
 
 
 class Layer(nn.Module):
@@ -60,13 +58,10 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], list[str] | None]] = {
 
 
 def time_of(work: Callable[[], object]) -> float:
-    """Median seconds of several runs."""
-    seconds = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+    """Seconds of one run: `compare` takes the median of several processes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
 def speed(library: object, modeling: object, kind: str) -> dict[str, float]:
