@@ -39,6 +39,7 @@ format: $(VENV)/.installed
 bench: .venv-bench/.installed  ## side by side with accelerate; its own environment, since no peer is a dependency
 	.venv-bench/bin/python benchmarks/main_job.py
 	.venv-bench/bin/python benchmarks/loading.py
+	.venv-bench/bin/python benchmarks/dispatch.py
 	.venv-bench/bin/python benchmarks/prediction.py
 	.venv-bench/bin/python benchmarks/quantization.py
 	.venv-bench/bin/python benchmarks/planning.py

@@ -98,8 +98,7 @@ class MappedPages:
         ranges = _merged(transfers)
         for file, offset, nbytes in ranges:
             descriptor = self._files.checked([file])[file]
-            ends = (min(start + SAMPLED_BYTES, offset + nbytes) for start in range(offset, offset + nbytes, SAMPLED_BYTES))
-            samples = (_is_in_memory(descriptor, end - 1) for end in ends)
+            samples = (_is_in_memory(descriptor, position) for position in range(offset, offset + nbytes, SAMPLED_BYTES))
             missing = next((sample for sample in samples if not sample), True)
             if missing is False or (missing is None and (file, offset) not in self._read_once):
                 self._read_once.add((file, offset))
@@ -161,8 +160,9 @@ def _bring_in(chunks: Iterator[tuple[int, int, int]]) -> None:
     """Reads chunks into memory that is thrown away, so that the system keeps them in its own. Threads may share the iterator."""
     scratch = memoryview(bytearray(CHUNK_BYTES))
     for descriptor, offset, nbytes in chunks:
-        # The system's own read-ahead may have brought the beginning alone.
-        if not _is_in_memory(descriptor, offset + nbytes - 1) and hasattr(os, "preadv"):
+        # The beginning first, since asking may set off the system's own read-ahead, which may have brought the beginning alone.
+        is_there = _is_in_memory(descriptor, offset) and _is_in_memory(descriptor, offset + nbytes - 1)
+        if not is_there and hasattr(os, "preadv"):
             os.preadv(descriptor, [scratch[:nbytes]], offset)
 
 

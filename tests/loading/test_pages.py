@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from bigmodel.devices import private_bytes
 from bigmodel.errors import CheckpointError
 from bigmodel.loading import Checkpoint, CheckpointStore
+from bigmodel.loading.entry import Packed
 from bigmodel.loading.keys import Slice, Stack, Transpose, Whole
-from bigmodel.loading.pages import MappedPages, _file_system
+from bigmodel.loading.pages import MappedPages, _file_system, range_of
 from bigmodel.loading.transfer import Transfer, lower
 from bigmodel.protocols import PagedStore
 
@@ -236,3 +238,11 @@ def test_where_the_system_does_not_say_what_is_in_memory_it_is_read_once(file, m
 def test_transfers_that_cannot_be_mapped_are_nothing_to_read(file):
     pages = MappedPages(store_of(file)._reader.files)
     assert pages.absent([Transfer("empty", (0,), torch.float32, ())]) is None
+
+
+def test_entries_whose_bytes_are_not_their_values_are_not_mapped(file):
+    entry = Checkpoint.open(file).entries["float"]
+    whole = lower(Whole("float"), {"float": entry}, "float", torch.float32)
+    packed = replace(entry, contents=Packed("rows", 64, lambda rows: rows))
+    assert range_of(whole) == (file, entry.offset)
+    assert range_of(replace(whole, pieces=(replace(whole.pieces[0], origin=packed),))) is None
