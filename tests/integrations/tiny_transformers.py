@@ -241,5 +241,13 @@ def save(model: Any, folder: Path, **arguments: Any) -> Path:
 
 
 def reference(folder: Path, name: str, **arguments: Any) -> Any:
-    """The same checkpoint, loaded by transformers."""
-    return FAMILIES[name].model_class.from_pretrained(folder, **arguments)
+    """The same checkpoint, loaded by transformers, in memory of its own.
+
+    transformers maps the file, where a tensor may start at any multiple of 8 bytes; on some processors the last bit of a product depends
+    on where its operands start in memory.
+    """
+    model = FAMILIES[name].model_class.from_pretrained(folder, **arguments)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            tensor.data = tensor.data.clone()
+    return model
