@@ -1,46 +1,51 @@
-"""Small models and budgets to plan, on meta, and how a device map is judged: 12 architectures × 22 sets of accelerators × 2 hosts."""
+"""528 small models and budgets to plan, on meta, and how a device map is judged: every pair of 11 models and 48 sets of accelerators."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-WIDTH = 64
-BLOCK_CLASSES = ["Block", "Experts"]
+WIDTH = 32
+BLOCK_CLASSES = ["Block", "ExpertsBlock"]
+
+
+class FeedForward(nn.Module):
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, wide), nn.Linear(wide, WIDTH)
 
 
 class Block(nn.Module):
     """A transformer block: four attention matrices, two of the feed-forward part, two norms."""
 
-    def __init__(self, width: int = WIDTH, wide: int = 4 * WIDTH, *, table: int = 0) -> None:
+    def __init__(self, wide: int = 4 * WIDTH) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.up, self.down = nn.Linear(width, wide), nn.Linear(wide, width)
-        self.first_norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        if table:
-            self.register_buffer("table", torch.empty(table, width))
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.feed_forward = FeedForward(wide)
+        self.first_norm, self.second_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
 
 
-class Experts(nn.Module):
+class ExpertsBlock(nn.Module):
     """A block whose feed-forward part is a router over experts."""
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int = 8) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
         self.router = nn.Linear(WIDTH, experts, bias=False)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(experts))
-        self.norm = nn.LayerNorm(WIDTH)
+        self.experts = nn.ModuleList(FeedForward(4 * WIDTH) for _ in range(experts))
+        self.first_norm, self.second_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, norm, head."""
+    """Embedding, blocks, norm, head. `embedding` is the size of the embedding, and of the head, in blocks (in the mean one, where they
+    differ)."""
 
-    def __init__(self, blocks: list[nn.Module], vocabulary: int, *, tied: bool = False) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], embedding: float, *, tied: bool = False) -> None:
         super().__init__()
+        vocabulary = round(embedding * sum(map(tensor_bytes, blocks)) / len(blocks) / (4 * WIDTH))
         self.embed = nn.Embedding(vocabulary, WIDTH)
         self.layers = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(WIDTH)
@@ -49,52 +54,29 @@ class Decoder(nn.Module):
             self.head.weight = self.embed.weight
 
 
-class EncoderDecoder(nn.Module):
-    """Two stacks that share one embedding with the head."""
-
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__()
-        self.shared = nn.Embedding(vocabulary, WIDTH)
-        self.encoder, self.decoder = (nn.Module() for _ in range(2))
-        for stack, wide in ((self.encoder, 4 * WIDTH), (self.decoder, 6 * WIDTH)):
-            stack.embed = nn.Embedding(vocabulary, WIDTH)
-            stack.embed.weight = self.shared.weight
-            stack.block = nn.ModuleList(Block(wide=wide) for _ in range(8))
-            stack.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, vocabulary, bias=False)
-        self.head.weight = self.shared.weight
+def equal_blocks(count: int, embedding: float, *, tied: bool = False) -> Callable[[], nn.Module]:
+    return lambda: Decoder([Block() for _ in range(count)], embedding, tied=tied)
 
 
-def plain() -> nn.Module:
-    """Convolutions one after the other, each stage wider: no blocks anywhere."""
-    widths = [16, 16, 16, 32, 32, 32, 64, 64, 64, 128, 128]
-    pairs = itertools.pairwise(widths)
-    return nn.Sequential(*(part for into, out in pairs for part in (nn.Conv2d(into, out, 3), nn.BatchNorm2d(out))), nn.Linear(128, 200))
-
-
-ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
-    "small vocabulary": lambda: Decoder([Block() for _ in range(24)], 256),
-    "large vocabulary": lambda: Decoder([Block() for _ in range(24)], 6_000),
-    "small vocabulary, tied": lambda: Decoder([Block() for _ in range(24)], 256, tied=True),
-    "large vocabulary, tied": lambda: Decoder([Block() for _ in range(16)], 4_000, tied=True),
-    "two kinds of blocks in turn": lambda: Decoder([Block(wide=(2 if index % 2 else 8) * WIDTH) for index in range(20)], 2_000),
-    "blocks that shrink": lambda: Decoder([Block(wide=(16 - index) * WIDTH) for index in range(14)], 1_000),
-    "experts": lambda: Decoder([Experts(8) for _ in range(10)], 1_000),
-    "experts behind dense blocks": lambda: Decoder([*(Block(wide=12 * WIDTH) for _ in range(3)), *(Experts(12) for _ in range(7))], 3_000),
-    "encoder and decoder": lambda: EncoderDecoder(3_000),
-    "buffers": lambda: Decoder([Block(table=500) for _ in range(16)], 1_000),
-    "few blocks": lambda: Decoder([Block(wide=16 * WIDTH) for _ in range(8)], 1_000),
-    "plain": plain,
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "4 blocks, embedding 0.5": equal_blocks(4, 0.5),
+    "8 blocks, embedding 0.5": equal_blocks(8, 0.5),
+    "8 blocks, embedding 3": equal_blocks(8, 3),
+    "12 blocks, embedding 0.25": equal_blocks(12, 0.25),
+    "12 blocks, embedding 1": equal_blocks(12, 1),
+    "12 blocks, embedding 7": equal_blocks(12, 7),
+    "24 blocks, embedding 0.5": equal_blocks(24, 0.5),
+    "24 blocks, embedding 2": equal_blocks(24, 2),
+    "12 blocks, tied embedding 3": equal_blocks(12, 3, tied=True),
+    "12 blocks of three sizes, embedding 1": lambda: Decoder([Block(4 * WIDTH * (1, 2, 4)[index % 3]) for index in range(12)], 1),
+    "8 blocks of 8 experts, embedding 1": lambda: Decoder([ExpertsBlock() for _ in range(8)], 1),
 }
-SHARES: list[list[float]] = [
-    [0.2], [0.4], [0.6], [0.8], [0.95], [1.05],
-    [0.25] * 2, [0.4] * 2, [0.5] * 2, [0.55] * 2, [0.7, 0.2], [0.2, 0.7],
-    [0.2] * 4, [0.25] * 4, [0.3] * 4, [0.4, 0.2, 0.1, 0.05], [0.05, 0.1, 0.2, 0.4],
-    [0.125] * 8, [0.15] * 8, [0.2] * 8, [0.55] * 8, [0.3, 0.05] * 4,
-]  # fmt: skip
-"""What the accelerators offer, as shares of the model."""
-HOSTS: list[float | None] = [None, 0.5]
-"""What "cpu" offers, as a share of the model; None: no budget for it, so that all that is offloaded rests on disk."""
+EQUAL = [([1.0] * cards, total) for cards in (1, 2, 3, 4, 6, 8) for total in (0.3, 0.55, 0.8, 0.95, 1.05, 1.3)]
+UNEQUAL = [([first] + [1.0] * (cards - 1), total) for cards in (2, 4) for first in (0.5, 2.0) for total in (0.55, 0.8, 1.05)]
+BUDGETS: list[list[float]] = [[total * card / sum(cards) for card in cards] for cards, total in EQUAL + UNEQUAL]
+"""What each accelerator offers, as a share of the model."""
+HOST = 10
+"""What "cpu" offers, in models: no host is ever too small."""
 
 
 class Case(NamedTuple):
@@ -106,13 +88,20 @@ class Case(NamedTuple):
     block_classes: list[str]
 
     @property
-    def accelerators(self) -> dict[int | str, int]:
-        return {key: budget for key, budget in self.budgets.items() if isinstance(key, int)}
+    def cards(self) -> list[int]:
+        """Bytes of each accelerator."""
+        return [budget for key, budget in self.budgets.items() if isinstance(key, int)]
 
     @property
     def lower_bound(self) -> int:
         """Bytes that the accelerators cannot hold whatever the map."""
-        return max(0, tensor_bytes(self.model) - sum(self.accelerators.values()))
+        return max(0, tensor_bytes(self.model) - sum(self.cards))
+
+    @property
+    def every_unit_fits(self) -> bool:
+        """Whether each block, the embedding and the head would fit on each of the accelerators."""
+        units = [*self.model.layers, self.model.embed, self.model.head]
+        return max(map(tensor_bytes, units)) <= min(self.cards)
 
 
 def tensor_bytes(model: nn.Module) -> int:
@@ -120,16 +109,13 @@ def tensor_bytes(model: nn.Module) -> int:
 
 
 def cases() -> Iterator[Case]:
-    for name, make in ARCHITECTURES.items():
+    for name, make in MODELS.items():
         with torch.device("meta"):
             model = make()
         total = tensor_bytes(model)
-        for shares in SHARES:
-            for host in HOSTS:
-                budgets: dict[int | str, int] = {index: int(share * total) for index, share in enumerate(shares)}
-                if host is not None:
-                    budgets["cpu"] = int(host * total)
-                yield Case(name, model, budgets, [] if name == "plain" else BLOCK_CLASSES)
+        for shares in BUDGETS:
+            budgets: dict[int | str, int] = {index: int(share * total) for index, share in enumerate(shares)}
+            yield Case(name, model, {**budgets, "cpu": HOST * total}, BLOCK_CLASSES)
 
 
 def device_of(name: str, device_map: Mapping[str, int | str]) -> int | str:
