@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 
 import pytest
 import torch
@@ -48,11 +47,10 @@ def test_own_variable_is_read_before_its_alias(monkeypatch):
         assert not nn.BatchNorm1d(4).running_mean.is_meta
 
 
-def test_a_thousand_huge_layers_take_no_time():
-    start = time.monotonic()
+def test_a_thousand_huge_layers_take_no_memory():
     with init_empty_weights():
         model = nn.Sequential(*[nn.Linear(10_000, 10_000) for _ in range(1000)])
-    assert time.monotonic() - start < 10
+    assert all(parameter.is_meta for parameter in model.parameters())
     assert sum(parameter.numel() for parameter in model.parameters()) == 1000 * 10_000 * 10_001
 
 

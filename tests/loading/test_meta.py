@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -60,12 +59,11 @@ def test_ties_are_kept(include_buffers: bool) -> None:
 
 
 @pytest.mark.parametrize("include_buffers", [False, True])
-def test_a_thousand_huge_layers_take_neither_time_nor_memory(include_buffers: bool) -> None:
-    started = time.perf_counter()
+def test_a_thousand_huge_layers_take_no_memory(include_buffers: bool) -> None:
     with init_empty_weights(include_buffers=include_buffers):
         model = nn.Sequential(*[nn.Linear(10_000, 10_000) for _ in range(1000)])
     assert sum(parameter.numel() for parameter in model.parameters()) == 1000 * 100_010_000
-    assert time.perf_counter() - started < 5
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_initialisation_is_left_out_on_meta_only() -> None:

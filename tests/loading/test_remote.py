@@ -216,19 +216,17 @@ def test_ctrl_c_ends_a_load_from_a_silent_server_at_once(server: RangeServer) ->
     def silent(answer: Answer) -> None:
         if answer.start > 8:
             reached.set()
-            release.wait(60)
+            release.wait()
 
     server.fault = silent
     run = subprocess.Popen([sys.executable, "-c", program, server.url("one/model.safetensors")], stdout=subprocess.PIPE, text=True)
     try:
         assert reached.wait(60)
         time.sleep(0.2)  # until its threads all wait
-        started = time.perf_counter()
         run.send_signal(signal.SIGINT)
-        out, _ = run.communicate(timeout=60)
+        out, _ = run.communicate(timeout=60)  # while the server is still silent
         assert out.splitlines() == ["opened", "interrupted True"]
         assert run.returncode == 0
-        assert time.perf_counter() - started < 10
     finally:
         release.set()
         run.kill()

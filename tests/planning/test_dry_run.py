@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -234,16 +233,18 @@ def test_offloaded_models_are_measured_without_their_weights_being_fetched() -> 
     assert model(torch.ones(1, 4, dtype=torch.long)).logits.shape == (1, 4, 96)
 
 
-def test_a_hundred_layers_take_a_fraction_of_a_second() -> None:
+def test_of_a_hundred_layers_three_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config = transformers.LlamaConfig(
         hidden_size=8192, num_hidden_layers=100, num_attention_heads=64, num_key_value_heads=8, intermediate_size=28672, vocab_size=128256
     )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    dry_run(model, 1, 16)
-    start = time.perf_counter()
+    runs: list[int] = []
+    layer_class = type(model.model.layers[0])
+    forward = layer_class.forward
+    monkeypatch.setattr(layer_class, "forward", lambda self, *arguments, **options: runs.append(1) or forward(self, *arguments, **options))
     run = dry_run(model, 1, 8192)
-    assert time.perf_counter() - start < 1.0
+    assert len(runs) == 3
     assert run.kept_bytes == {f"model.layers.{layer}": 2 * 8 * 128 * 8192 * 2 for layer in range(100)}
     # Gate, up and their product, with the hidden states around them.
     assert 3 * 28672 * 8192 * 2 < run.workspace_bytes < 3.5 * 28672 * 8192 * 2 + 4 * 8192 * 8192 * 2
