@@ -9,6 +9,7 @@ from typing import Any, Final
 from .devices import as_key
 from .errors import MachineError, PlanError
 from .planning.hardware import Accelerator, find_accelerator
+from .planning.memory import budget_items
 from .planning.sizes import convert_file_size_to_int
 from .text import bytes_text
 
@@ -38,7 +39,7 @@ def named_budgets(max_memory: Mapping[Any, Any] | None) -> Budgets:
         return Budgets(None)
     sizes: dict[Any, Any] = {}
     cards: dict[Any, Accelerator] = {}
-    for device, size in max_memory.items():
+    for device, size in budget_items(max_memory):
         card = _card(device, size) if isinstance(size, str) else None
         if card is None:
             sizes[device] = size
@@ -63,10 +64,13 @@ def _card(device: object, size: str) -> Accelerator | None:
     try:
         convert_file_size_to_int(size)
     except PlanError as not_a_size:
-        if not any(letter.isalpha() for letter in size) or size.strip()[:1] in "-+.":
+        is_accelerator = as_key(device, where="in max_memory") not in ("cpu", "disk")
+        if not is_accelerator or not any(letter.isalpha() for letter in size) or size.strip()[:1] in "-+.":
             raise PlanError(f"Budget of device {device!r}: {not_a_size}") from not_a_size
         try:
             return find_accelerator(size)
         except MachineError as not_a_card:
+            if size.strip()[:1].isnumeric():
+                raise PlanError(f"Budget of device {device!r}: {not_a_size}") from not_a_card
             raise PlanError(f"Budget of device {device!r}: {size!r} is no size such as '24GiB'. {not_a_card}") from not_a_card
     return None

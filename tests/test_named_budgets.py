@@ -56,6 +56,10 @@ def test_an_objective_is_passed_on() -> None:
         ("lots", r"Budget of device 0: 'lots' is no size such as '24GiB'\. .*'lots'"),
         ("A100", r"Budget of device 0: 'A100' is no size .* may be"),
         ("-3GiB", r"Budget of device 0: Size '-3GiB' is not understood"),
+        ("24G", r"Budget of device 0: Size '24G' is not understood.*GiB"),
+        ("1TB", r"Budget of device 0: Size '1TB' is not understood"),
+        ("0=24GiB", r"Budget of device 0: Size '0=24GiB' is not understood"),
+        ("1e400GiB", r"Budget of device 0: Size '1e400GiB' is more than a number can hold"),
         ("12", r"Budget of device 0: Size '12' is not understood"),
         ("M2 Max", r"Budget of device 0: M2 Max comes with several sizes"),
     ],
@@ -63,3 +67,16 @@ def test_an_objective_is_passed_on() -> None:
 def test_what_is_neither_is_explained(size: str, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         bigmodel.plan(model(), {0: size})
+
+
+def test_ram_and_disk_are_no_accelerators() -> None:
+    for device in ("cpu", "disk"):
+        with pytest.raises(PlanError, match=f"Budget of device '{device}': Size 'RTX 4090' is not understood"):
+            bigmodel.plan(model(), {device: "RTX 4090"})
+
+
+@pytest.mark.parametrize("budgets", [["24GiB"], "24GiB", 10**9])
+def test_budgets_say_whose_they_are(budgets: object) -> None:
+    for read in (lambda: bigmodel.plan(model(), budgets), lambda: bigmodel.infer_auto_device_map(model(), budgets)):
+        with pytest.raises(PlanError, match="max_memory=.* says of no device what it offers"):
+            read()

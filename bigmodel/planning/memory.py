@@ -66,7 +66,7 @@ def get_max_memory(max_memory: MutableMapping[Any, Any] | None = None) -> dict[A
         if not any(_shares_host_memory(device) for device in accelerators()):
             budgets["cpu"] = available_host_bytes()
         return budgets
-    for key, size in max_memory.items():
+    for key, size in budget_items(max_memory):
         nbytes = _budget_bytes(key, size)
         if isinstance(size, str):
             max_memory[key] = nbytes
@@ -80,6 +80,13 @@ def get_max_memory(max_memory: MutableMapping[Any, Any] | None = None) -> dict[A
             logger.warning("Device %s is not available, available devices are %s", index, list(range(count)))
     budgets = {int(index): int(max_memory[index]) for index in indices}
     return budgets | {tier: int(max_memory[tier]) for tier in _TIERS if tier in max_memory}
+
+
+def budget_items(max_memory: Any) -> list[tuple[Any, Any]]:
+    """Devices and what they offer. Raises `PlanError` where `max_memory` is no mapping."""
+    if not isinstance(max_memory, Mapping):
+        raise PlanError(f"max_memory={max_memory!r} says of no device what it offers. Give a dict, such as {{0: '24GiB', 'cpu': '64GiB'}}.")
+    return list(max_memory.items())
 
 
 def _budget_bytes(device: object, size: Any) -> int:
@@ -101,7 +108,7 @@ def parse_budgets(max_memory: Mapping[Any, Any]) -> dict[DeviceKey, int]:
     Raises `PlanError` for an unknown device, a size that cannot be read, and one device under two spellings.
     """
     budgets: dict[DeviceKey, int] = {}
-    for name, size in max_memory.items():
+    for name, size in budget_items(max_memory):
         key = as_key(name, where="in max_memory")
         if isinstance(key, str) and key not in _TIERS:
             raise PlanError(

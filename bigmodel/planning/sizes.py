@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -65,8 +66,10 @@ def convert_file_size_to_int(size: int | str) -> int:
     match = _SIZE.fullmatch(size)
     if match is None:
         raise PlanError(f"Size {size!r} is not understood. Use a number >= 0 and one of GiB, MiB, KiB, GB, MB, KB, for example '20GiB'.")
-    unit = match["unit"]
-    total_bytes = int(float(match["number"]) * _UNIT_BYTES[unit.upper()])
+    unit, number = match["unit"], float(match["number"])
+    if math.isinf(number * _UNIT_BYTES[unit.upper()]):
+        raise PlanError(f"Size {size[:40]!r} is more than a number can hold. Leave a device without a limit out, or give what it has.")
+    total_bytes = int(number * _UNIT_BYTES[unit.upper()])
     is_bits = unit.endswith("b") and "i" not in unit.lower()
     return total_bytes // 8 if is_bits else total_bytes
 

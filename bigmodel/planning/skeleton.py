@@ -19,6 +19,10 @@ _EMBEDDING_NAME = re.compile(r"embed|wte$|wpe$|^shared$", re.IGNORECASE)
 """Last part of the names that embeddings go by: embed_tokens, word_embeddings, tok_embeddings, wte, …"""
 
 
+MAX_DEPTH = 100
+"""Modules inside each other. Models have about ten; thousands, in the headers of a stranger, are more than Python can walk."""
+
+
 class Recorded(nn.Module):
     """A module of which only the names and shapes of its tensors are known."""
 
@@ -32,8 +36,14 @@ def skeleton(specs: Mapping[str, TensorSpec]) -> nn.Module:
     So blocks are found in it. What holds a two-dimensional floating `weight` and nothing else but perhaps a `bias` of as many rows becomes
     an `nn.Linear`; without a bias, and where its name says so (embed_tokens, wte, …), an `nn.Embedding`: packed formats and embeddings that
     are read by rows are then planned as for the model itself. Everything else is `Recorded`. It has no `forward` that works: it is there
-    to be sized and planned.
+    to be sized and planned. Raises `PlanError` for names of more than `MAX_DEPTH` parts.
     """
+    for name in specs:
+        if name.count(".") > MAX_DEPTH:
+            raise PlanError(
+                f"The tensor {name[:60]!r}… lies in {name.count('.'):,} modules inside each other, and no model that can be planned has more "
+                f"than {MAX_DEPTH}: these are no names of a model's tensors."
+            )
     with without_collecting():
         return _Maker().module("", _tree(specs))
 
@@ -91,7 +101,10 @@ class _Maker:
         made, attributes = _kind(name, tensors) if tensors and not children else (Recorded, {})
         parameters: dict[str, nn.Parameter | None] = {"weight": None, "bias": None} if made is nn.Linear else {}
         for key, spec in tensors.items():
-            parameters[key.replace(".", "_")] = self._parameter(spec)
+            attribute = key.replace(".", "_")
+            while "." in key and (attribute in tensors or attribute in parameters or attribute in children):
+                attribute += "_"
+            parameters[attribute] = self._parameter(spec)
         return self._made(made, attributes, parameters, children)
 
     def _made(

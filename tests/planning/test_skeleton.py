@@ -30,6 +30,18 @@ def test_a_name_that_is_both_tensor_and_prefix_is_kept():
     assert sorted(p.numel() for p in made.parameters()) == [2, 3]
 
 
+def test_names_that_fall_together_keep_all_their_tensors():
+    names = ["a", "a.b", "a_b", "a_b_", "c.d", "c", "c_"]
+    made = skeleton({name: TensorSpec((2**index,), torch.float32) for index, name in enumerate(names)})
+    assert sorted(p.numel() for p in made.parameters()) == [2**index for index in range(len(names))]
+
+
+def test_names_that_no_model_has_are_refused():
+    with pytest.raises(PlanError, match=r"5,000 modules inside each other"):
+        skeleton({"a" + ".b" * 5000: TensorSpec((1,), torch.float32)})
+    assert sum(p.numel() for p in skeleton({"a" + ".b" * 100: TensorSpec((3,), torch.float32)}).parameters()) == 3
+
+
 def test_leaves_that_look_like_linears_and_embeddings_are_such():
     def spec(*shape: int, dtype: torch.dtype = torch.float16) -> TensorSpec:
         return TensorSpec(shape, dtype)
