@@ -8,8 +8,11 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 from torch import nn
 
+from .errors import PlanError
+
 __all__ = [
     "READ_THEIR_CHILDREN",
+    "class_names",
     "distinct_modules",
     "find_blocks",
     "find_tied_parameters",
@@ -81,6 +84,18 @@ def find_tied_parameters(model: nn.Module, **kwargs: object) -> list[list[str]]:
     return [sorted(names) for names in tensor_aliases(model).values() if len(names) > 1]
 
 
+def class_names(no_split_module_classes: str | Collection[str] | None) -> frozenset[str]:
+    """The class names of blocks as a set; a single name may be a plain string. Raises `PlanError` for what is no name."""
+    if no_split_module_classes is None:
+        return frozenset()
+    if isinstance(no_split_module_classes, str):
+        return frozenset([no_split_module_classes])
+    for name in no_split_module_classes:
+        if not isinstance(name, str):
+            raise PlanError(f"no_split_module_classes holds {name!r}. Give names of classes, such as 'LlamaDecoderLayer'.")
+    return frozenset(no_split_module_classes)
+
+
 def find_blocks(model: nn.Module, no_split_module_classes: str | Collection[str] | None = None) -> list[str]:
     """Names of the modules that are never split across devices, outermost only, in the order of the model.
 
@@ -89,9 +104,8 @@ def find_blocks(model: nn.Module, no_split_module_classes: str | Collection[str]
     Where lists are nested, the outer one holds the blocks if its children are alike and more than lists (layers of experts, which a
     residual runs around); else the longer one (stages of layers).
     """
-    classes = no_split_module_classes or getattr(model, "_no_split_modules", None)
+    classes = class_names(no_split_module_classes or getattr(model, "_no_split_modules", None))
     if classes:
-        classes = {classes} if isinstance(classes, str) else set(classes)
         found = _outermost(model, lambda module: type(module).__name__ in classes)
         if found or no_split_module_classes:
             return found

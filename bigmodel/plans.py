@@ -13,6 +13,7 @@ from torch import nn
 from . import planning
 from .collecting import without_collecting
 from .errors import PlanError
+from .modules import class_names, tensor_aliases
 from .named_budgets import named_budgets
 from .planning import Plan
 from .planning.predicting import MachineLike
@@ -72,8 +73,8 @@ def plan(
             ones leave 5 % of an accelerator and 10 % of RAM for everything else.
         batch: sequences that run together.
         cache_dtype: of the KV cache; by default that of the activations.
-        logits: "all" keeps room for those of all tokens, as a plain call of a model computes them; "last" for those of the last one, as
-            transformers' `generate` does.
+        logits: "all" keeps room for those of all tokens (batch × context × vocabulary), as a plain call of a model computes them; "last"
+            for those of the last one (batch × vocabulary): enough for transformers' `generate`.
         example_inputs: what the model is called with, for models that do not take tokens: a tensor, a sequence of positional or a mapping
             of keyword arguments, of which only shapes and dtypes matter.
         no_split_module_classes: names of classes that are never split across devices; found in the model without it.
@@ -98,10 +99,12 @@ def plan(
         PlanError: a model without tensors, an unknown device, a size that cannot be read, or budgets that cannot work. CheckpointError:
         a damaged checkpoint or dump, or none. MissingPackageError: a package that `source` needs is not installed.
     """
+    if isinstance(source, str) and not source:
+        raise PlanError("The name of the model is empty. Give the path of a checkpoint, or a repository on the hub ('owner/name').")
     budgets = named_budgets(max_memory)
     packed, plain_dtype = _split_dtype(dtype, weight_format)
     buildable = _buildable(plain_dtype)
-    tree = find_tree(source, Wanted(buildable, model_class, trust_remote_code))
+    tree = find_tree(source, Wanted(buildable, plain_dtype is not None, model_class, trust_remote_code))
     made = planning.plan(
         tree.model,
         budgets.max_memory,
@@ -121,7 +124,26 @@ def plan(
         advice=advice,
         formats=[find_format(name) for name in ADVISED_FORMATS],
     )
-    return replace(made, model=tree.name or made.model, notes=(*made.notes, *tree.notes, *budgets.notes))
+    ignored = _ignored(tree.model, special_dtypes or {}, class_names(no_split_module_classes))
+    if context is None and example_inputs is None:
+        given = [name for name, is_given in (("batch", batch != 1), ("cache_dtype", cache_dtype), ("logits", logits != "all")) if is_given]
+        if given:
+            ignored.append(f"{' and '.join(given)} changed nothing: room for a run is kept where a context (in tokens) is given.")
+    return replace(made, model=tree.name or made.model, notes=(*ignored, *made.notes, *tree.notes, *budgets.notes))
+
+
+def _ignored(model: nn.Module, special_dtypes: Mapping[str, DtypeLike], classes: Collection[str]) -> list[str]:
+    """What names nothing in the model, and so changed nothing: most of it is misspelt."""
+    notes: list[str] = []
+    if special_dtypes:
+        names = {alias for aliases in tensor_aliases(model, include_buffers=True).values() for alias in aliases}
+        if unknown := [name for name in special_dtypes if name not in names]:
+            notes.append(f"special_dtypes names tensors that the model does not have: {', '.join(unknown)}.")
+    if classes:
+        names = {type(module).__name__ for name, module in model.named_modules() if name}
+        if unknown := sorted(set(classes) - names):
+            notes.append(f"no_split_module_classes names classes that no module in the model has: {', '.join(unknown)}.")
+    return notes
 
 
 def _split_dtype(

@@ -31,6 +31,8 @@ class Wanted:
 
     dtype: torch.dtype | None = None
     """None: what the configuration, or the checkpoint, says."""
+    names_dtype: bool = False
+    """Whether loading will use a dtype that is given, which may be one that no model can be built in."""
     model_class: Any = None
     trust_remote_code: bool = False
 
@@ -59,9 +61,7 @@ def find_tree(source: Any, wanted: Wanted) -> Tree:
     if isinstance(source, str | os.PathLike):
         return _of_place(located(source), wanted)
     if is_config(source):
-        dtype = resolve_dtype(wanted.dtype, source, None)
-        built = build_empty(source, dtype=dtype, model_class=wanted.model_class, trust_remote_code=wanted.trust_remote_code)
-        return Tree(built, is_built=True)
+        return _built(source, wanted, None)
     raise PlanError(
         f"A {type(source).__name__} cannot be planned. Give a module, a configuration of transformers, the path of a checkpoint, a "
         "repository on the hub ('owner/name'), or a dump of headers."
@@ -140,22 +140,33 @@ def _of_config(place: Path | RemoteFile | HubRepository, folder: Path, described
     if "quantization_config" in described or "compression_config" in described:
         raise _NoUseError("The checkpoint is quantized: its tensors are counted as they are stored.")
     try:
-        config = load_config(folder, trust_remote_code=wanted.trust_remote_code)
-        dtype = _dtype(config, place, wanted)
-        model = build_empty(config, dtype=dtype, model_class=wanted.model_class, trust_remote_code=wanted.trust_remote_code)
+        tree = _built(load_config(folder, trust_remote_code=wanted.trust_remote_code), wanted, place)
     # Code of a model from elsewhere, or a configuration of another version, fails in its own words.
     except Exception as error:
         raise _NoUseError(f"Its config.json was of no use ({' '.join(str(error).split())[:200]}).") from error
     if isinstance(place, Path) and place.is_file() and place.name != "config.json":
-        _refuse_other_size(model, Checkpoint.open(place))
-    return Tree(model, is_built=True)
+        _refuse_other_size(tree.model, Checkpoint.open(place))
+    return tree
 
 
-def _dtype(config: Any, place: Path | RemoteFile | HubRepository, wanted: Wanted) -> torch.dtype:
+def _built(config: Any, wanted: Wanted, place: Path | RemoteFile | HubRepository | None) -> Tree:
+    """The model of a configuration of transformers, with notes on what it leaves open. `place` is where its checkpoint may be."""
+    notes: list[str] = []
     try:
-        return resolve_dtype(wanted.dtype, config, lambda: _opened(place))
+        dtype = resolve_dtype(wanted.dtype, config, None if place is None else lambda: _opened(place))
+        is_told = place is not None or wanted.names_dtype or getattr(config, "dtype", None) is not None
     except CheckpointNotFoundError:  # there is nothing but the configuration
-        return resolve_dtype(wanted.dtype, config, None)
+        dtype, is_told = resolve_dtype(wanted.dtype, config, None), wanted.names_dtype
+    model = build_empty(config, dtype=dtype, model_class=wanted.model_class, trust_remote_code=wanted.trust_remote_code)
+    if wanted.model_class is None and not getattr(config, "architectures", None):
+        notes.append(
+            f"The configuration names no architecture: this is a {type(model).__name__}, without a head. Give model_class, such as "
+            "'AutoModelForCausalLM', or name one in the configuration's 'architectures'."
+        )
+    if not is_told:
+        name = str(dtype).removeprefix("torch.")
+        notes.append(f"The configuration names no dtype: its weights are planned in {name}. Give the dtype that loading will use.")
+    return Tree(model, is_built=True, notes=tuple(notes))
 
 
 def _refuse_other_size(model: nn.Module, checkpoint: Checkpoint) -> None:

@@ -15,7 +15,7 @@ def bytes_text(nbytes: int | None, *, short: bool = False) -> str:
     if nbytes is None:
         return "no limit"
     for unit, name in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
-        if abs(nbytes) >= unit:
+        if abs(nbytes) >= unit - unit // 2048:  # what would be 1024 of the smaller unit once rounded
             amount = nbytes / unit
             digits = 3 - len(str(int(abs(amount)))) if short else 2 if amount < 100 else 1
             return f"{amount:.{max(0, digits)}f} {name}"

@@ -78,5 +78,5 @@ def test_ram_and_disk_are_no_accelerators() -> None:
 @pytest.mark.parametrize("budgets", [["24GiB"], "24GiB", 10**9])
 def test_budgets_say_whose_they_are(budgets: object) -> None:
     for read in (lambda: bigmodel.plan(model(), budgets), lambda: bigmodel.infer_auto_device_map(model(), budgets)):
-        with pytest.raises(PlanError, match="max_memory=.* says of no device what it offers"):
+        with pytest.raises(PlanError, match=r"max_memory=.* says of no device what it offers"):
             read()

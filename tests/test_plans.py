@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,3 +141,57 @@ def test_tens_of_thousands_of_experts_are_planned() -> None:
     assert made.blocks == tuple(f"layers.{layer}" for layer in range(layers))
     places = [0] * 3 + ["cpu"] * 4 + ["disk"]  # the offloaded ones pass through in parts
     assert made.device_map == {f"layers.{layer}": place for layer, place in enumerate(places)}
+
+
+def test_what_changed_nothing_is_told() -> None:
+    def notes(**options: Any) -> tuple[str, ...]:
+        return bigmodel.plan(Model(), {"cpu": "1GiB"}, **options).notes
+
+    assert notes() == ()
+    assert notes(batch=3, logits="last") == (
+        "batch and logits changed nothing: room for a run is kept where a context (in tokens) is given.",
+    )
+    first = next(name for name, _ in Model().named_parameters())
+    assert notes(special_dtypes={first: "float16"}) == ()
+    assert notes(special_dtypes={first: "float16", "hed.weight": "float16"}) == (
+        "special_dtypes names tensors that the model does not have: hed.weight.",
+    )
+    assert notes(no_split_module_classes="Linear") == ()
+    assert notes(no_split_module_classes=["Linear", "Blok"]) == (
+        "no_split_module_classes names classes that no module in the model has: Blok.",
+    )
+
+
+def test_classes_are_named_not_handed_over() -> None:
+    for made in (bigmodel.plan, bigmodel.infer_auto_device_map):
+        with pytest.raises(PlanError, match=r"no_split_module_classes holds <class .*Give names"):
+            made(Model(), {"cpu": "1GiB"}, no_split_module_classes=[nn.Linear])
+
+
+def test_the_name_of_a_model_is_not_empty() -> None:
+    with pytest.raises(PlanError, match="name of the model is empty"):
+        bigmodel.plan("", BUDGETS)
+
+
+def test_what_a_configuration_leaves_open_is_told(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50)
+    config.save_pretrained(tmp_path)
+    headless = "The configuration names no architecture: this is a LlamaModel, without a head. Give model_class"
+    undecided = "The configuration names no dtype: its weights are planned in float32. Give the dtype"
+    for source in (config, tmp_path):
+        notes = bigmodel.plan(source, {"cpu": "1GiB"}).notes
+        assert [note[: len(start)] for note, start in zip(notes, (headless, undecided), strict=True)] == [headless, undecided]
+        for dtype in ("bfloat16", torch.float8_e4m3fn):
+            assert bigmodel.plan(source, {"cpu": "1GiB"}, dtype=dtype, model_class="AutoModelForCausalLM").notes == ()
+    config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
+    assert bigmodel.plan(config, {"cpu": "1GiB"}).notes == ()
+
+
+def test_contexts_beyond_the_models_positions_are_told() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=16, n_head=2, n_layer=2, vocab_size=50, architectures=["GPT2LMHeadModel"], dtype="float32")
+    assert bigmodel.plan(config, {"cpu": "1GiB"}, context=1024).notes == ()
+    assert bigmodel.plan(config, {"cpu": "1GiB"}, context=1025).notes == (
+        "The configuration tells of 1,024 positions: a context of 1,025 tokens is beyond them.",
+    )

@@ -41,7 +41,7 @@ def plan(
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences that run together.", min=1)] = 1,
     logits: Annotated[
-        Logits, typer.Option(help="Room for the logits of all tokens, as a plain call computes them, or of the last, as generate does.")
+        Logits, typer.Option(help="Of which tokens logits are kept room for: all, as a plain call computes, or last, enough for generate.")
     ] = Logits.ALL,
     objective: Annotated[
         str | None, typer.Option(help="latency or throughput, for hardware that is named or measured; fewest bytes moved without it.")

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from ..devices import DeviceKey
+from ..modules import class_names
 from .items import Unit
-from .sizes import class_names
 from .solver import Assignment, least_ring_bytes, whole_groups
 from .ties import get_module_size_with_ties
 

@@ -14,7 +14,8 @@ from torch import nn
 from ..constants import MiB
 from ..devices import DeviceKey, accelerators, as_key, available_host_bytes, device_memory, machine_text
 from ..errors import PlanError
-from .sizes import DtypeLike, class_names, compute_module_sizes, convert_file_size_to_int, get_module_leaves
+from ..modules import class_names
+from .sizes import DtypeLike, compute_module_sizes, convert_file_size_to_int, get_module_leaves
 
 __all__ = ["check_device_same", "get_balanced_memory", "get_max_memory", "measured_budgets", "parse_budgets"]
 

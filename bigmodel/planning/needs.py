@@ -14,7 +14,7 @@ from ..devices import accelerators
 from ..errors import PlanError
 from ..text import bytes_text
 from .activations import estimated_activations
-from .config_fields import ConfigFields
+from .config_fields import ConfigFields, text_config
 from .dry_run import SAMPLING_ITEM_BYTES, DryRun, DryRunError, dry_run
 from .kv_cache import CacheLayer, cache_layers
 from .live_bytes import ALLOCATION_UNIT_BYTES, rounded
@@ -115,9 +115,19 @@ def needs_of(model: nn.Module, workload: Workload, dtype: DtypeLike | None = Non
     if workload.logits == "all" and run.logits_bytes > run.workspace_bytes:
         notes.append(
             f"Logits of all {workload.context:,} tokens take {bytes_text(run.logits_bytes)}; generate computes those of the last one only "
-            "(logits='last')."
+            "(logits='last', on the command line --logits last)."
         )
+    positions = _positions(model)
+    if positions and workload.context is not None and workload.context > positions:
+        notes.append(f"The configuration tells of {positions:,} positions: a context of {workload.context:,} tokens is beyond them.")
     return Needs(state_bytes, workspace_bytes, tuple(notes))
+
+
+def _positions(model: nn.Module) -> int:
+    """Tokens of the longest sequence that the model's configuration tells of, 0 where it tells of none."""
+    config = getattr(model, "config", None)
+    names = ("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len")
+    return 0 if config is None else ConfigFields(text_config(config)).number(*names, default=0)
 
 
 def compute_dtype(model: nn.Module, dtype: DtypeLike | None) -> torch.dtype:

@@ -15,6 +15,7 @@ from torch import nn
 from ..collecting import without_collecting
 from ..constants import GiB, KiB, MiB
 from ..errors import PlanError
+from ..modules import class_names
 
 __all__ = [
     "CustomDtype",
@@ -176,13 +177,6 @@ def compute_module_total_buffer_size(
 ) -> int:
     """Bytes of all buffers of `model`."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
-
-
-def class_names(no_split_module_classes: str | Collection[str] | None) -> frozenset[str]:
-    """The class names of blocks as a set; a single name may be a plain string."""
-    if no_split_module_classes is None:
-        return frozenset()
-    return frozenset([no_split_module_classes] if isinstance(no_split_module_classes, str) else no_split_module_classes)
 
 
 def get_max_layer_size(
