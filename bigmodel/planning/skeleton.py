@@ -41,8 +41,8 @@ def skeleton(specs: Mapping[str, TensorSpec]) -> nn.Module:
     for name in specs:
         if name.count(".") > MAX_DEPTH:
             raise PlanError(
-                f"The tensor {name[:60]!r}… lies in {name.count('.'):,} modules inside each other; no model that can be planned has more than "
-                f"{MAX_DEPTH}: these are no names of a model's tensors."
+                f"The tensor {name[:60]!r}… lies in {name.count('.'):,} modules inside each other, and at most "
+                f"{MAX_DEPTH} can be planned: these are no names of a model's tensors."
             )
     with without_collecting():
         return _Maker().module("", _tree(specs))
