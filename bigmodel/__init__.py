@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+# Scripts that import the package alone reach these as its attributes.
+from . import big_modeling as big_modeling
+from . import hooks as hooks
+from . import utils as utils
 from .api import (
     cpu_offload,
     cpu_offload_with_hook,

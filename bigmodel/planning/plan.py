@@ -167,7 +167,12 @@ def _fields(found: Any) -> dict[str, Any]:
 
 
 def _checked(plan: Plan) -> Plan:
-    """The plan, if its parts speak of the same devices."""
+    """The plan, if its figures can be and its parts speak of the same devices."""
+    figures = [(f"{each.device!r} in 'devices'", asdict(each)) for each in plan.devices] + [("the plan", asdict(plan))]
+    for where, fields in figures:
+        for name, figure in fields.items():
+            if isinstance(figure, int) and not isinstance(figure, bool) and figure < 0:
+                raise StrictJsonError(f"{name} of {where} is negative")
     devices = [use.device for use in plan.devices]
     if len(set(devices)) < len(devices):
         raise StrictJsonError("a device comes twice in 'devices'")

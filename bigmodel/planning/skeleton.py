@@ -115,14 +115,14 @@ class _Maker:
         children: dict[str, nn.Module],
     ) -> nn.Module:
         module: nn.Module = kind.__new__(kind)
-        module.__dict__ = {
-            **self._blank,
+        vars(module).update(  # assigning __dict__ would go through nn.Module.__setattr__, which takes several times as long
+            self._blank,
             **attributes,
-            "_parameters": parameters,
-            "_buffers": {},
-            "_non_persistent_buffers_set": set(),
-            "_modules": children,
-        }
+            _parameters=parameters,
+            _buffers={},
+            _non_persistent_buffers_set=set(),
+            _modules=children,
+        )
         return module
 
     def _parameter(self, spec: TensorSpec) -> nn.Parameter:

@@ -322,3 +322,8 @@ def test_old_module_names_resolve_to_what_dispatch_looks_up():
 
     assert big_modeling.check_device_map is api.check_device_map
     assert big_modeling is api
+
+
+def test_modules_are_attributes_of_the_package_alone() -> None:
+    program = "import bigmodel; print(bigmodel.utils.get_balanced_memory, bigmodel.hooks.ModelHook, bigmodel.big_modeling.cpu_offload)"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -68,6 +68,8 @@ def test_text_of_something_else_is_refused(text: str) -> None:
         ({"advice": [{"change": "x"}]}, r"'main_device' in advice\[0\] is missing"),
         ({"prediction": {"load_seconds": 1.0}}, "'prefill_seconds' in prediction is missing"),
         ({"context": "8192"}, "context is '8192'"),
+        ({"moved_bytes": -1}, "moved_bytes of the plan is negative"),
+        ({"context": -8}, "context of the plan is negative"),
     ],
 )
 def test_every_field_is_checked(made: Plan, change: dict[str, object], said: str) -> None:
@@ -86,3 +88,10 @@ def test_missing_and_doubled_parts_are_named(made: Plan) -> None:
         Plan.from_json(json.dumps(fields))
     with pytest.raises(PlanError, match="Infinity is no number"):
         Plan.from_json(made.to_json().replace("0.125", "Infinity"))
+
+
+def test_no_device_holds_less_than_nothing(made: Plan) -> None:
+    fields = json.loads(made.to_json())
+    fields["devices"][0]["budget_bytes"] = -5
+    with pytest.raises(PlanError, match="budget_bytes of 0 in 'devices' is negative"):
+        Plan.from_json(json.dumps(fields))
