@@ -28,7 +28,7 @@ class DeviceUse:
 
     device: DeviceKey
     budget_bytes: int | None
-    """What the device offers; None: no limit."""
+    """What the device offers; None: none was given, which is no limit for "disk", and nothing for "cpu" (it may have to compute)."""
     resident_bytes: int = 0
     """Weights and buffers that live here and compute here."""
     offloaded_bytes: int = 0

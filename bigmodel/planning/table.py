@@ -24,6 +24,7 @@ __all__ = ["Column", "advice_rows", "binding_uses", "columns", "device_text", "d
 
 WIDTH = 100
 BAR_WIDTH = 24
+_NOTHING_MOVES = "Nothing has to move in a step: of the embeddings that rest elsewhere, only the rows that are looked up are read."
 SHOWN_SHARE = 0.01
 """Of the model, from which on buffers are told apart from weights."""
 
@@ -52,11 +53,16 @@ def columns(plan: Plan) -> list[Column]:
     def column(*kinds: Kind) -> Column:
         return Column(HEADINGS.get(kinds[0], kinds[0]), lambda use: short_text(sum(use.bytes_by_kind[kind] for kind in kinds)))
 
-    shown = [Column("offers", lambda use: short_text(use.budget_bytes)), column("weights") if buffers else column("weights", "buffers")]
+    shown = [Column("offers", offered_text), column("weights") if buffers else column("weights", "buffers")]
     for kind in list(COLOURS)[1:]:
         if (kind == "buffers" and buffers) or kind in ("offloaded", "reserve") or (kind != "buffers" and any(k[kind] for k in by_kind)):
             shown.append(column(kind))
     return [*shown, Column("left", lambda use: "" if use.left_bytes is None else bytes_text(use.left_bytes, short=True))]
+
+
+def offered_text(use: DeviceUse) -> str:
+    """What the device offers. Where no budget was given, the disk has no limit; the CPU, which may have to compute, offers nothing."""
+    return "not given" if use.budget_bytes is None and use.device != "disk" else short_text(use.budget_bytes)
 
 
 def short_text(nbytes: int | None) -> str:
@@ -145,8 +151,8 @@ def reasons(plan: Plan) -> list[str]:
         found = [f"Everything stays on {devices_text([use.device for use in plan.devices if use.resident_bytes])}: nothing has to move."]
     else:
         ring = {2: "while one group computes the next one is copied", 1: "one group at a time"}.get(plan.ring_slots)
-        moved = f"{bytes_text(plan.moved_bytes)} move to {device_text(plan.main_device)} in every step"
-        found = [f"{moved}{f', {ring}' if ring else ''}.", _binding(plan)]
+        moved = f"{bytes_text(plan.moved_bytes)} move to {device_text(plan.main_device)} in every step{f', {ring}' if ring else ''}."
+        found = [moved if plan.moved_bytes else _NOTHING_MOVES, _binding(plan)]
         if on_disk := plan.short_bytes_by_device.get("cpu", 0) if plan.main_device != "cpu" else 0:
             found.append(f"{bytes_text(on_disk)} rest on disk: cpu is that much short.")
     if plan.prediction is not None:
@@ -166,7 +172,7 @@ def _binding(plan: Plan) -> str:
     taken = {kind: sum(use.bytes_by_kind[kind] for use in uses) for kind in COLOURS}
     spent = ", ".join(f"{bytes_text(nbytes)} {kind}" for kind, nbytes in taken.items() if nbytes)
     offered = [use.budget_bytes for use in uses if use.budget_bytes is not None]
-    given = f" ({bytes_text(sum(offered)) if len(offered) == len(uses) else 'no limit'}: {spent})" if spent else ""
+    given = f" ({bytes_text(sum(offered)) if len(offered) == len(uses) else 'not given'}: {spent})" if spent else ""
     where = "there" if len(uses) == 1 else f"on {device_text(plan.main_device)}"
     return f"What binds: the {plan.binding}{given}. With {bytes_text(plan.short_bytes)} more {where}, everything would stay."
 

@@ -201,6 +201,17 @@ def test_cpu_without_a_budget_is_mentioned():
     made = plan(Decoder(), {"disk": TOTAL})
     assert made.device_map == {"": "disk"}
     assert "max_memory gives nothing for 'cpu'" in flowing(made)
+    rows = {line.split()[0]: line for line in str(made).splitlines() if line}
+    assert "not given" in rows["cpu"]
+    assert "no limit" not in str(made)
+
+
+def test_embeddings_that_are_read_by_rows_move_nothing():
+    made = plan(Decoder(), {0: TOTAL - EMBEDDING, "cpu": TOTAL})
+    assert made.moved_bytes == 0
+    assert use(made, "cpu").offloaded_bytes == EMBEDDING
+    assert "Nothing has to move in a step: of the embeddings" in flowing(made)
+    assert "0 B move" not in flowing(made)
 
 
 def test_names_and_bytes_for_people():
