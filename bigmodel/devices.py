@@ -7,6 +7,7 @@ import mmap
 import numbers
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -35,6 +36,7 @@ __all__ = [
     "private_bytes",
     "reading_threads",
     "synchronize",
+    "unallocated_bytes",
 ]
 
 DeviceKey: TypeAlias = int | str
@@ -131,6 +133,20 @@ def device_memory(device: torch.device) -> tuple[int, int]:
         return total - int(module.driver_allocated_memory()), total
     free, total = module.mem_get_info(device)
     return int(free), int(total)
+
+
+def unallocated_bytes(device: torch.device) -> int:
+    """Bytes that new tensors can have: what is free, and what torch keeps of an accelerator's memory without using it.
+
+    `sys.maxsize` for `meta`, whose tensors take none.
+    """
+    if device.type == "meta":
+        return sys.maxsize
+    free = device_memory(device)[0]
+    module = None if device.type == "cpu" else _module(device)
+    if module is not None and hasattr(module, "memory_reserved") and hasattr(module, "memory_allocated"):
+        free += max(int(module.memory_reserved(device)) - int(module.memory_allocated(device)), 0)
+    return free
 
 
 def device_name(device: torch.device) -> str:

@@ -37,7 +37,7 @@ class Placing:
     """Where offloaded modules run."""
     offload_buffers: bool
     ring_bytes: int | None = None
-    """Room for groups that pass through, where a plan kept it; without one, dispatch takes room for two."""
+    """Room for groups that pass through, where a plan kept it; without one, dispatch takes what is free, up to room for two."""
 
 
 def find_placing(

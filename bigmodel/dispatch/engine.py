@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..device_map import normalized
-from ..devices import DeviceKey
+from ..devices import DeviceKey, unallocated_bytes
 from ..errors import DispatchError
 from ..modules import reads_rows_only, runs_itself
 from ..protocols import PagedStore, Store
@@ -87,8 +87,8 @@ def dispatch(
         no_split_module_classes: class names of blocks; found if not given.
         force_hooks: adds hooks even if nothing has to move.
         prefetch: whether the next group is fetched while one computes.
-        ring_bytes: upper bound of the memory on an execution device that groups pass through; by default two of the largest. Where it
-            does not hold two blocks, these travel in parts (`parts.parts_for`).
+        ring_bytes: upper bound of the memory on an execution device that groups pass through; by default two of the largest, or less where
+            less is free beside the resident weights. Where it does not hold two blocks, these travel in parts (`parts.parts_for`).
 
     A model that is dispatched already is dispatched anew. Raises `DispatchError`, with nothing changed, for a parameter that no entry
     covers, a tensor on meta that rests nowhere, one whose shape differs from what rests in the store, or a ring that the largest leaf
@@ -111,9 +111,9 @@ def dispatch(
     for decision in decisions:
         for device, places in decision.away.items():
             bringing.add(device, (name for name, _ in places), decision.passing_bytes(device))
-    bringing.cut()
+    rings = bringing.cut(lambda device: _free_bytes(device, decisions, dispatched(model)))
     _strip(model)
-    schedule = Schedule(prefetch=prefetch, ring_bytes=ring_bytes)
+    schedule = Schedule(prefetch=prefetch, rings=rings)
     groups = _offload(bringing, decisions, schedule)
     _lend_first_layers(model, groups)
     state = Dispatched(dict(plan.device_map), main_device, schedule)
@@ -152,6 +152,16 @@ class _Decision:
             return not isinstance(tensor, LazyTensor) or tensor.origin.lender() is not None or tensor.origin.pager() is not None
         is_there = isinstance(self.store, ResidentStore) or (isinstance(self.store, PagedStore) and self.store.is_paged(self.key))
         return is_there and self.store.spec(self.key).dtype == tensor.dtype
+
+
+def _free_bytes(device: torch.device, decisions: Iterable[_Decision], earlier: Dispatched | None) -> int:
+    """What is free on `device` once every resident weight is there, and every other one and the ring of an `earlier` dispatch are gone."""
+    free = unallocated_bytes(device)
+    for decision in decisions:
+        tensor = decision.tensor.tensor
+        free += tensor.nbytes * ((tensor.device == device) - (decision.home == device))
+    pool = None if earlier is None else earlier.schedule.pools.get(device)
+    return free if pool is None else free + pool.nbytes
 
 
 def _decide(plan: Cut, tensor: Registered, store: Store | None, known: Collection[str], offload_buffers: bool) -> _Decision:

@@ -16,9 +16,10 @@ import torch
 
 from ..constants import KiB
 from ..errors import BigModelError, DispatchError
+from .buffers import Buffer
 from .layout import Layout, Owner, Reading, Slot, lay_out
 from .lazy import LazyTensor, version_of
-from .pool import Buffer, Pool
+from .pool import Pool
 from .transforms import outside_transforms
 
 __all__ = ["SMALL_BYTES", "Counters", "Group", "swap_parameter"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -34,9 +35,10 @@ class Schedule:
     first one of the next. Before anything is known, groups are expected in the order of the model.
     """
 
-    def __init__(self, *, prefetch: bool = True, ring_bytes: int | None = None) -> None:
+    def __init__(self, *, prefetch: bool = True, rings: Mapping[torch.device, int] | None = None) -> None:
         self.prefetch = prefetch
-        self.ring_bytes = ring_bytes
+        self.rings = dict(rings or {})
+        """What the buffers on a device may take (bytes), where not simply two groups."""
         self.tally = Tally()
         self.pools: dict[torch.device, Pool] = {}
         self.groups: list[Group] = []
@@ -48,7 +50,7 @@ class Schedule:
         self._trail = threading.local()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Schedule:
-        made = Schedule(prefetch=self.prefetch, ring_bytes=self.ring_bytes)
+        made = Schedule(prefetch=self.prefetch, rings=self.rings)
         memo[id(self)] = made
         made.pools = {device: deepcopy(pool, memo) for device, pool in self.pools.items()}
         made.tally = deepcopy(self.tally, memo)
@@ -58,7 +60,7 @@ class Schedule:
     def pool(self, device: torch.device) -> Pool:
         """The pool of an execution device."""
         if device not in self.pools:
-            self.pools[device] = Pool(device, self.ring_bytes)
+            self.pools[device] = Pool(device, self.rings.get(device))
         return self.pools[device]
 
     def add(self, *groups: Group) -> None:
