@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,6 +17,7 @@ from .location import CheckpointFile, HubRepository, RemoteFile, located
 from .parts import Parts
 from .remote import read_header, repository_parts, url_parts
 from .verify import verify_files
+from .workers import in_order
 
 __all__ = ["Checkpoint", "Entry", "FileIdentity"]
 
@@ -113,8 +113,7 @@ def _read_headers(format_: Format, parts: Parts) -> tuple[list[Header], dict[Che
 
     if len(parts.files) == 1:
         return [read(parts.files[0])], remote
-    with ThreadPoolExecutor(min(HEADER_READERS, len(parts.files))) as pool:
-        return list(pool.map(read, parts.files)), remote
+    return in_order(read, parts.files, HEADER_READERS), remote
 
 
 def _all_files(entries: Iterable[Entry]) -> Iterator[CheckpointFile]:

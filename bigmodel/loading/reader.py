@@ -22,7 +22,7 @@ from .remote.reader import RemoteReader
 from .staging import Staging, side_streams
 from .transfer import Computation, Piece, Transfer
 from .ways import Reading, Way
-from .workers import MIN_WORKERS, Crew, workers
+from .workers import MIN_WORKERS, Crew, result_of, workers
 
 __all__ = ["Reader"]
 
@@ -86,7 +86,7 @@ class Reader:
         try:
             futures = [pool.submit(_drain, pending, flat, streams, way, progress, crew) for _ in range(count)]
             for future in futures:
-                future.result()
+                result_of(future)
         finally:
             # An error or Ctrl-C: nobody may write into the destinations once this has returned.
             crew.stop()

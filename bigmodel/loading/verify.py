@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +12,7 @@ from typing import Any, Final
 from ..errors import CheckpointError
 from ..progress import Progress
 from .location import CheckpointFile, RemoteFile
+from .workers import in_order
 
 __all__ = ["digits_of", "verify_files"]
 
@@ -44,9 +44,8 @@ def verify_files(files: Sequence[CheckpointFile], given: Mapping[str, str] | Non
         raise CheckpointError(f"No files of the checkpoint are called {unknown[:10]}, for which hashes are given.")
     wanted = [(file, _expected(file, (given or {}).get(file.name))) for file in files]
     local = [(file, expected) for file, expected in wanted if not isinstance(file, RemoteFile)]
-    with Progress(sum(file.stat().st_size for file, _ in local), "Verifying", show=progress) as bar, ThreadPoolExecutor(READERS) as pool:
-        # `list` raises what a check raised.
-        list(pool.map(lambda item: _verify(item[0], item[1], bar), local))
+    with Progress(sum(file.stat().st_size for file, _ in local), "Verifying", show=progress) as bar:
+        in_order(lambda item: _verify(item[0], item[1], bar), local, READERS)
 
 
 def _verify(file: Path, expected: _Expected, bar: Progress) -> None:

@@ -5,18 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Final, TypeVar
 
 import torch
 
 from ..devices import reading_threads
 
-__all__ = ["MIN_WORKERS", "Crew", "workers"]
+__all__ = ["LOOK_UP_SECONDS", "MIN_WORKERS", "Crew", "in_order", "result_of", "workers"]
 
 MIN_WORKERS: Final = 4
 """Reads past the page cache mostly wait, and disks want several requests at once, whatever the number of cores."""
+
+LOOK_UP_SECONDS: Final = 0.1
+"""Longest wait in one go. A signal that comes in the moment before a wait does not end it, so an endless one would miss Ctrl-C."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _lock = threading.Lock()
 _pools: dict[int, ThreadPoolExecutor] = {}
@@ -46,10 +52,16 @@ def _started(count: int) -> ThreadPoolExecutor:
 
     before = torch.get_num_threads()
     pool = ThreadPoolExecutor(count, thread_name_prefix="bigmodel-read")
-    for _ in range(count):
-        pool.submit(single_threaded)
-    ready.wait()
-    torch.set_num_threads(before)
+    try:
+        for _ in range(count):
+            pool.submit(single_threaded)
+        ready.wait()
+        torch.set_num_threads(before)
+    except BaseException:
+        # Ctrl-C: threads that wait for the others would wait for ever, and the process for them.
+        ready.abort()
+        pool.shutdown(wait=False)
+        raise
     return pool
 
 
@@ -96,3 +108,36 @@ class Crew:
         with self._condition:
             while self._count:
                 self._condition.wait()
+
+
+def result_of(future: Future[Result]) -> Result:
+    """Waits for a result. Ctrl-C ends the wait, whenever it comes."""
+    while not future.done():
+        wait([future], LOOK_UP_SECONDS)
+    return future.result()
+
+
+def in_order(work: Callable[[Item], Result], items: Sequence[Item], most: int) -> list[Result]:
+    """What `work` makes of each item, by at most `most` threads at once.
+
+    An error (that of the first item with one) and Ctrl-C are raised at once: nothing is begun any more, and nobody waits for what is under
+    way, a server's answer or the end of a long file. So `work` must change nothing that outlives the call.
+    """
+    futures: list[Future[Result]] = [Future() for _ in items]
+    left = iter(list(zip(futures, items, strict=True)))
+
+    def run() -> None:
+        for future, item in left:
+            try:
+                future.set_result(work(item))
+            except BaseException as error:
+                future.set_exception(error)
+
+    try:
+        for _ in range(min(most, len(items))):
+            # Daemons: the process does not wait for them either.
+            threading.Thread(target=run, name="bigmodel-order", daemon=True).start()
+        return [result_of(future) for future in futures]
+    finally:
+        for _ in left:
+            pass  # nobody finds anything to begin

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from bigmodel.constants import MiB
-from bigmodel.loading import Checkpoint, init_empty_weights, load, load_checkpoint_in_model
+from bigmodel.loading import Checkpoint, init_empty_weights, load, load_checkpoint_in_model, reader
 
 LAYERS = 40
 
@@ -42,18 +42,23 @@ def test_ctrl_c(folder: Path, dtype: torch.dtype, on_disk: bool, monkeypatch: py
         nonlocal reads, read_bytes
         reads += 1
         begun.set()
-        released.wait(20)
+        released.wait(100)
         count = real(*arguments)  # type: ignore[arg-type]
         read_bytes += count
         return count
 
     def interrupt() -> None:
-        begun.wait(20)
+        begun.wait(100)
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1)  # the main thread has heard of it by the time that the reads go on
-        released.set()
+
+    class Watched(reader.Crew):
+        def stop(self) -> None:
+            self.stopped = True
+            released.set()  # the reads go on when the main thread has heard of it, not before
+            super().stop()
 
     monkeypatch.setattr(os, "preadv", slow)
+    monkeypatch.setattr(reader, "Crew", Watched)
     device_map = {"": "cpu", "0": "disk"}
 
     def run(model: nn.Module) -> None:

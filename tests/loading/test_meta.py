@@ -82,7 +82,7 @@ def test_other_threads_are_not_affected() -> None:
     found: list[str] = []
 
     def other() -> None:
-        inside.wait(5)
+        inside.wait(100)
         layer = nn.Linear(2, 2)
         found.append(layer.weight.device.type)
         assert layer.weight.abs().sum() > 0
@@ -92,7 +92,7 @@ def test_other_threads_are_not_affected() -> None:
     thread.start()
     with init_empty_weights():
         inside.set()
-        leave.wait(5)
+        leave.wait(100)
         assert nn.Linear(2, 2).weight.device.type == "meta"
     thread.join()
     assert found == ["cpu"]

@@ -214,13 +214,13 @@ def test_ctrl_c_ends_a_read_at_once(checkpoint: Checkpoint, monkeypatch: pytest.
 
     def slow(*arguments: object) -> int:
         entered.set()
-        release.wait(5)
+        release.wait(100)
         return real(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "preadv", slow)
 
     def interrupt() -> None:
-        entered.wait(5)
+        entered.wait(100)
         os.kill(os.getpid(), signal.SIGINT)
         release.set()
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import pickle
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "LONGEST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(reader, "SHORTEST_REQUEST_BYTES", 4096)
     monkeypatch.setattr(ranges, "DIRECT_BYTES", 4096)
-    monkeypatch.setattr(http, "SILENCE_SECONDS", 5.0)
+    monkeypatch.setattr(http, "_routes", {})  # ports come again
 
 
 def states() -> list[dict[str, torch.Tensor]]:
@@ -144,6 +144,13 @@ def test_weights_are_streamed_into_place(server: RangeServer, where: str, dtype:
     assert is_filled(filled, dtype)
 
 
+def join_fetching_threads() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "bigmodel-fetch":
+            thread.join(100)
+            assert not thread.is_alive()
+
+
 def cuts(answer: Answer) -> None:
     """Every connection brings half of what was asked for, but at least one byte."""
     answer.cut = max(1, len(answer.body) // 2)
@@ -182,9 +189,10 @@ def test_servers_that_misbehave_but_send_it_in_the_end(server: RangeServer, faul
 def test_a_cut_is_resumed_where_it_was(server: RangeServer) -> None:
     checkpoint = Checkpoint.open(server.url("one/model.safetensors"))
     cut: list[tuple[int, int]] = []
+    chance = iter([True])  # only one of the server's threads gets it
 
     def cut_once(answer: Answer) -> None:
-        if not cut and len(answer.body) > 2000:
+        if len(answer.body) > 2000 and next(chance, False):
             cut.append((answer.start, answer.start + len(answer.body)))
             answer.cut = 1500
 
@@ -201,9 +209,10 @@ def test_ctrl_c_ends_a_load_from_a_silent_server_at_once(server: RangeServer) ->
     program = (
         "import sys, torch\n"
         "from bigmodel.loading import Checkpoint, ranges\n"
-        "from bigmodel.loading.remote import reader\n"
+        "from bigmodel.loading.remote import http, reader\n"
         "from bigmodel import load_and_dispatch\n"
         "ranges.DIRECT_BYTES = reader.SHORTEST_REQUEST_BYTES = 4096\n"
+        "http.SILENCE_SECONDS = 1000.0\n"
         "checkpoint = Checkpoint.open(sys.argv[1])\n"
         "with torch.device('meta'): model = torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.Linear(64, 320))\n"
         "print('opened', flush=True)\n"
@@ -221,15 +230,95 @@ def test_ctrl_c_ends_a_load_from_a_silent_server_at_once(server: RangeServer) ->
     server.fault = silent
     run = subprocess.Popen([sys.executable, "-c", program, server.url("one/model.safetensors")], stdout=subprocess.PIPE, text=True)
     try:
-        assert reached.wait(60)
-        time.sleep(0.2)  # until its threads all wait
+        assert reached.wait(200)
         run.send_signal(signal.SIGINT)
-        out, _ = run.communicate(timeout=60)  # while the server is still silent
+        out, _ = run.communicate(timeout=100)  # the server stays silent
         assert out.splitlines() == ["opened", "interrupted True"]
         assert run.returncode == 0
     finally:
         release.set()
         run.kill()
+        run.communicate()
+
+
+def test_ctrl_c_while_fetching_threads_start_stops_them(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = Checkpoint.open(server.url("one/model.safetensors"))
+    release = threading.Event()
+    server.fault = lambda answer: release.wait() and None
+    real = torch.set_num_threads
+    interrupts = iter([True])
+
+    def interrupted(count: int) -> None:
+        if threading.current_thread() is threading.main_thread() and next(interrupts, False):
+            raise KeyboardInterrupt
+        real(count)
+
+    monkeypatch.setattr(torch, "set_num_threads", interrupted)
+    threads_before = torch.get_num_threads()
+    destination = torch.zeros(64, 48)
+    entries = checkpoint.entries
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Reader(checkpoint.identities).read([(lower(Whole("0.weight"), entries, "0.weight", torch.float32), destination)])
+    finally:
+        release.set()
+    join_fetching_threads()
+    assert not destination.any()
+    assert torch.get_num_threads() == threads_before
+
+
+def test_ctrl_c_while_many_headers_are_asked_for_ends_at_once(server: RangeServer) -> None:
+    program = (
+        "import sys\n"
+        "from bigmodel.loading import Checkpoint\n"
+        "from bigmodel.loading.remote import http\n"
+        "http.SILENCE_SECONDS = 1000.0\n"
+        "try: Checkpoint.open(sys.argv[1])\n"
+        "except KeyboardInterrupt: print('interrupted', flush=True)\n"
+    )
+    release, reached = threading.Event(), threading.Event()
+
+    def silent(answer: Answer) -> None:
+        if answer.path.endswith(".safetensors"):
+            reached.set()
+            release.wait()
+
+    server.fault = silent
+    run = subprocess.Popen(
+        [sys.executable, "-c", program, server.url("sharded/model.safetensors.index.json")], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert reached.wait(200)
+        run.send_signal(signal.SIGINT)
+        out, _ = run.communicate(timeout=100)  # the server stays silent
+        assert out == "interrupted\n"
+        assert run.returncode == 0
+    finally:
+        release.set()
+        run.kill()
+        run.communicate()
+
+
+def test_a_server_that_falls_silent_is_asked_again(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = Checkpoint.open(server.url("one/model.safetensors"))
+    monkeypatch.setattr(http, "SILENCE_SECONDS", 0.2)
+    release = threading.Event()
+    chance = iter([True])
+    silenced: list[tuple[int, int]] = []
+
+    def silent_once(answer: Answer) -> None:
+        if len(answer.body) > 2000 and next(chance, False):
+            silenced.append((answer.start, answer.start + len(answer.body)))
+            release.wait()
+
+    server.fault = silent_once
+    filled = model()
+    try:
+        load(filled, checkpoint)
+    finally:
+        release.set()
+    assert is_filled(filled)
+    assert server.requests.count(("one/model.safetensors", *silenced[0])) >= 2
 
 
 def test_weights_stream_to_an_accelerator(server: RangeServer, accelerators: Callable[..., None]) -> None:
@@ -259,12 +348,13 @@ def test_a_server_without_ranges_sends_every_file_once(server: RangeServer) -> N
 def test_redirects_are_followed_once_and_again_when_they_expire(server: RangeServer) -> None:
     data = server.files["kept/model.safetensors"] = server.files["one/model.safetensors"]
     asked: list[str] = []
+    kept = itertools.count(1)
 
     def redirect(answer: Answer) -> None:
         asked.append(answer.path)
         if answer.path == "one/model.safetensors":
             answer.status, answer.body, answer.headers = 302, b"", {"Location": server.url("kept/model.safetensors?sig=1")}
-        elif asked.count("kept/model.safetensors") == 3:
+        elif next(kept) == 3:
             answer.status, answer.body, answer.headers = 403, b"", {}
 
     server.fault = redirect
@@ -387,28 +477,27 @@ def test_what_stays_on_disk_is_fetched_when_it_is_read_and_survives_copies_and_p
 def test_an_error_in_one_request_ends_the_others_and_leaves_the_destination_alone(server: RangeServer) -> None:
     checkpoint = Checkpoint.open(server.url("one/model.safetensors"))
     release = threading.Event()
-    count = 0
+    counter = itertools.count(1)
 
     def one_fails_others_hang(answer: Answer) -> None:
-        nonlocal count
-        count += 1
-        if count == 2:
+        number = next(counter)
+        if number == 2:
             answer.status = 418
-        elif count > 2:
-            release.wait(20)
+        elif number > 2:
+            release.wait()
 
     server.fault = one_fails_others_hang
     entries = checkpoint.entries
     jobs = [
         (lower(Whole(name), entries, name, entry.dtype), torch.zeros(entry.shape, dtype=entry.dtype)) for name, entry in entries.items()
     ]
-    with pytest.raises(CheckpointError, match="418"):
-        Reader(checkpoint.identities).read(jobs)
-    before = [tensor.clone() for _, tensor in jobs]
-    release.set()
-    for thread in threading.enumerate():
-        if thread.name == "bigmodel-fetch":
-            thread.join(10)
+    try:
+        with pytest.raises(CheckpointError, match="418"):
+            Reader(checkpoint.identities).read(jobs)
+        before = [tensor.clone() for _, tensor in jobs]
+    finally:
+        release.set()
+    join_fetching_threads()
     assert all(torch.equal(was, tensor) for was, (_, tensor) in zip(before, jobs, strict=True))
 
 

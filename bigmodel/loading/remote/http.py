@@ -117,14 +117,17 @@ class HttpSource:
             status = response.status_code
             if status not in (200, 206):
                 if redirected is not None:
-                    self._route.redirected = None  # its signature has expired, or its server is gone: ask the first one again
+                    # Its signature has expired, or its server is gone: ask the first one again, unless another thread has done so.
+                    if self._route.redirected == redirected:
+                        self._route.redirected = None
                     raise _Transient(f"the server that keeps it answered {status}", 0.0)
                 self._refuse(status, response.headers, start)
             if response.headers.get("Content-Encoding", "identity") != "identity":
                 raise CheckpointError(f"{self.file}: the server compresses it on the way, so its ranges mean nothing. Download it first.")
             first, total = self._extent(response, start)
             self._check(FileIdentity(total, 0, 0, _etag(response.headers)))
-            if str(response.url) != self.file.url:
+            # Answers that were under way when another thread found the signature expired tell nothing new.
+            if redirected is None and str(response.url) != self.file.url:
                 self._route.redirected = str(response.url)
             yield response, first, total
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import Counter
@@ -17,6 +18,7 @@ from ..copying import put_range
 from ..entry import FileIdentity
 from ..location import CheckpointFile, RemoteFile
 from ..ranges import STAGED_BYTES, Batch, Range
+from ..workers import LOOK_UP_SECONDS
 from .keeping import Keeper
 from .source import Source, source_of
 
@@ -142,13 +144,13 @@ class _Run:
 def _in_threads(workers: Sequence[_Worker], stop: threading.Event) -> None:
     """Lets every worker run in a thread of its own, and raises what one of them raised."""
     done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-    ready = threading.Barrier(len(workers) + 1)
+    ready = threading.Semaphore(0)
 
     def work(worker: _Worker) -> None:
-        torch.get_num_threads()  # torch's own first-use initialisation would undo the next line later
-        torch.set_num_threads(1)
-        ready.wait()
         try:
+            torch.get_num_threads()  # torch's own first-use initialisation would undo the next line later
+            torch.set_num_threads(1)
+            ready.release()
             worker.carry_out_all()
         except BaseException as error:
             stop.set()
@@ -156,22 +158,32 @@ def _in_threads(workers: Sequence[_Worker], stop: threading.Event) -> None:
         else:
             done.put(None)
 
+    # Daemons: one that waits for a silent server must not keep the process from ending.
+    threads = [threading.Thread(target=work, args=(worker,), name="bigmodel-fetch", daemon=True) for worker in workers]
     threads_before = torch.get_num_threads()
-    for worker in workers:
-        # Daemons: one that waits for a silent server must not keep the process from ending.
-        threading.Thread(target=work, args=(worker,), name="bigmodel-fetch", daemon=True).start()
-    ready.wait()
-    torch.set_num_threads(threads_before)  # the number last set anywhere is that of threads to come
     try:
-        for _ in workers:
-            error = done.get()
-            if error is not None:
+        for thread in threads:
+            thread.start()
+        for _ in threads:
+            ready.acquire()
+        torch.set_num_threads(threads_before)  # the number last set anywhere is that of threads to come
+        for _ in threads:
+            if (error := _next(done)) is not None:
                 raise error
     finally:
+        # Ctrl-C comes at any time, also while threads start.
         stop.set()
         for worker in workers:
             with worker.writing:  # from here on it sees `stop` before it writes
                 pass
+    for thread in threads:
+        thread.join()  # it holds on to the destinations
+
+
+def _next(done: queue.SimpleQueue[BaseException | None]) -> BaseException | None:
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return done.get(timeout=LOOK_UP_SECONDS)
 
 
 class _Worker:
