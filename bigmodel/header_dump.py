@@ -64,6 +64,8 @@ def specs_in(dump: Any, source: str = "The header dump") -> dict[str, TensorSpec
             f"{source} is not one: it should be a JSON object of tensor names, each with 'dtype' and 'shape' (what "
             "`bigmodel inspect --json` prints, or the header of a safetensors file)."
         )
+    if isinstance(tables.get("model_type"), str):
+        raise CheckpointError(f"{source} is a configuration, and no header dump. Configurations are planned under the name config.json.")
     has_nbytes = (
         isinstance(dump.get("tensors"), Mapping) and dump.get("format") == "safetensors"
     )  # in other formats views take what they span
@@ -74,6 +76,8 @@ def specs_in(dump: Any, source: str = "The header dump") -> dict[str, TensorSpec
             if name == "__metadata__":
                 continue
             try:
+                if isinstance(table, torch.Tensor):
+                    raise TypeError("a tensor")
                 key = (table["dtype"], *table["shape"])
                 found = known.get(key)
                 if found is None:

@@ -73,6 +73,8 @@ def test_a_tensor_may_be_called_tensors() -> None:
         ({"__metadata__": {}}, "holds no tensors"),
         ({"tensors": []}, "is not one"),
         ({"a": 3}, "'a' lacks a 'dtype' and a 'shape'"),
+        ({"a": torch.ones(3, 3)}, "'a' lacks a 'dtype' and a 'shape'"),
+        ({"model_type": "llama", "hidden_size": 8}, "dump.json is a configuration, and no header dump"),
         ({"a": {"dtype": "F32"}}, "'a' lacks"),
         ({"a": {"dtype": "F32", "shape": 3}}, "'a' lacks"),
         ({"a": {"dtype": "F32", "shape": [[1]]}}, "'a' lacks"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .config_fields import ConfigFields, text_config
+from .config_fields import UNREADABLE, ConfigFields, text_config
 from .live_bytes import rounded
 
 __all__ = ["Activations", "estimated_activations"]
@@ -42,6 +42,16 @@ def estimated_activations(config: Any, batch: int, tokens: int, item_bytes: int,
     heads = fields.get("decoder_attention_heads", "num_attention_heads", "n_head", "num_heads", "n_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int):
         return None
+    try:
+        found = _calculated(fields, hidden, heads, batch, tokens, item_bytes, last_logits=last_logits)
+    except UNREADABLE:
+        return None
+    return found if min(found.workspace_bytes, found.logits_bytes) >= 0 else None
+
+
+def _calculated(
+    fields: ConfigFields, hidden: int, heads: int, batch: int, tokens: int, item_bytes: int, *, last_logits: bool
+) -> Activations:
     rows = batch * tokens
     around_bytes = rows * hidden * (5 * item_bytes + 2 * 4)
     vocabulary = fields.number("vocab_size", default=0)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
-__all__ = ["ConfigFields", "text_config"]
+__all__ = ["UNREADABLE", "ConfigFields", "text_config"]
+
+UNREADABLE: Final = (KeyError, TypeError, ValueError, ArithmeticError)
+"""How calculating with a configuration fails where a field is missing, is of another type, or cannot be: it may be a stranger's."""
+_NESTED_CONFIGS: Final = 8
+"""Configurations inside each other that are followed."""
 
 _TEXT_CONFIGS = ("text_config", "decoder", "generator", "llm_config", "language_config", "thinker_config")
 """Where configurations of several models keep that of the language model."""
@@ -37,9 +42,11 @@ class ConfigFields:
 
 def text_config(config: Any) -> Any:
     """The configuration of the language model in one of several models, or `config` itself."""
-    fields = ConfigFields(config)
-    for name in _TEXT_CONFIGS:
-        inner = fields.get(name)
-        if isinstance(inner, Mapping) or hasattr(inner, "to_dict"):
-            return text_config(inner)
+    for _ in range(_NESTED_CONFIGS):
+        fields = ConfigFields(config)
+        found = (fields.get(name) for name in _TEXT_CONFIGS)
+        inner = next((each for each in found if isinstance(each, Mapping) or hasattr(each, "to_dict")), None)
+        if inner is None:
+            break
+        config = inner
     return config

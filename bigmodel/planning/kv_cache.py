@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .config_fields import ConfigFields, text_config
+from .config_fields import UNREADABLE, ConfigFields, text_config
 
 __all__ = ["CacheLayer", "cache_layers"]
 
 RECURRENT_ITEM_BYTES = 4
 """Recurrent states are kept in float32, whatever the activations are in."""
+
+MOST_LAYERS = 100_000
+"""Configurations of more layers are not believed."""
 
 _NO_CACHE = frozenset({"moe", "mlp", "dummy"})
 _LINEAR = frozenset({"linear_attention", "mamba", "mamba2", "recurrent"})
@@ -40,6 +43,12 @@ class CacheLayer:
     """Elements of the convolution's state, in the dtype of the activations."""
     recurrent_width: int = 0
     """Elements of the recurrent state, in float32."""
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether none of the counts is negative."""
+        counts = (self.token_width, self.cross_width, self.conv_width, self.recurrent_width, self.window or 0, self.cross_tokens or 0)
+        return min(counts) >= 0
 
     def bytes_at_rest(self, batch: int, context: int, item_bytes: float) -> int:
         """Bytes that a cache of fixed size allocates for `batch` sequences of `context` tokens."""
@@ -66,9 +75,10 @@ def cache_layers(config: Any) -> list[CacheLayer] | None:
     """
     fields = ConfigFields(text_config(config))
     try:
-        return [_layer(fields, kind, index) for index, kind in enumerate(_layer_kinds(fields))]
-    except (KeyError, TypeError, ZeroDivisionError):
+        layers = [_layer(fields, kind, index) for index, kind in enumerate(_layer_kinds(fields))]
+    except UNREADABLE:
         return None
+    return layers if all(layer.is_possible for layer in layers) else None
 
 
 def _layer_kinds(fields: ConfigFields) -> list[str]:
@@ -87,6 +97,8 @@ def _layer_kinds(fields: ConfigFields) -> list[str]:
         "num_layers",
         default=len(given) if listed else None,
     )
+    if count > MOST_LAYERS:
+        raise ValueError(f"{count} layers")
     if listed:
         kinds = [_KIND_NAMES.get(str(kind), str(kind)) for kind in given[:count]]
         if any(kind == "hybrid" for kind in kinds) and fields.get("model_type") in ("zamba", "zamba2"):

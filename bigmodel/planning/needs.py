@@ -189,7 +189,7 @@ def _cache(model: nn.Module, workload: Workload, dtype: torch.dtype, run: DryRun
 def _makes_no_text(config: Any) -> bool:
     """Whether the configuration says that the model was made for tasks that take one forward, without a cache."""
     names = ConfigFields(config).get("architectures")
-    return bool(names) and all(str(name).endswith(_TASKS_OF_ONE_FORWARD) for name in names)
+    return isinstance(names, list | tuple) and bool(names) and all(str(name).endswith(_TASKS_OF_ONE_FORWARD) for name in names)
 
 
 def _layer_names(model: nn.Module, layers: list[CacheLayer]) -> list[str] | None:

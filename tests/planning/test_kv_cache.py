@@ -10,6 +10,8 @@ import torch
 import transformers
 from language_models import CONFIGS, cache_bytes, config_of, inputs_for, make
 
+import bigmodel
+from bigmodel.planning.activations import estimated_activations
 from bigmodel.planning.kv_cache import CacheLayer, cache_layers
 
 BATCH, PROMPT, NEW = 2, 9, 4
@@ -154,3 +156,36 @@ def test_a_window_holds_a_whole_prompt_until_the_next_step() -> None:
 @pytest.mark.parametrize("config", [{}, {"num_hidden_layers": 3}, {"model_type": "unheard of"}, None])
 def test_a_configuration_that_does_not_tell_is_none(config: Any) -> None:
     assert cache_layers(config) is None
+
+
+SMALL = {"num_hidden_layers": 4, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 10}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_attention_heads": 0, "num_key_value_heads": 0},
+        {"hidden_size": float("nan")},
+        {"hidden_size": -8},
+        {"hidden_size": "x"},
+        {"num_hidden_layers": 10**12},
+        {"head_dim": "x"},
+        {"kv_lora_rank": "x", "qk_nope_head_dim": 3},
+    ],
+)
+def test_a_configuration_that_cannot_be_tells_nothing(change: dict[str, Any]) -> None:
+    assert cache_layers(SMALL) is not None
+    assert estimated_activations(SMALL, 2, 64, 2) is not None
+    assert cache_layers(SMALL | change) is None
+    specs = {f"model.layers.{layer}.w.weight": {"dtype": "BF16", "shape": [64, 64]} for layer in range(4)}
+    for config in (SMALL | change, SMALL | change | {"architectures": 5}):
+        made = bigmodel.plan({"tensors": specs, "config": config}, {0: "1MiB", "cpu": "1MiB"}, context=64, batch=2)
+        assert "Nothing is reserved for the KV cache: the configuration does not tell its size." in made.notes
+        assert all(use.state_bytes >= 0 and use.workspace_bytes >= 0 for use in made.devices)
+
+
+def test_configurations_inside_each_other_are_followed_to_an_end() -> None:
+    assert cache_layers({"text_config": {"decoder": SMALL}}) == cache_layers(SMALL)
+    nested: dict[str, Any] = {}
+    nested["text_config"] = nested
+    assert cache_layers(nested) is None
