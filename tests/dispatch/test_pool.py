@@ -247,9 +247,11 @@ def test_learned_order_is_forgotten_with_the_model(tmp_path):
 
 
 def test_device_without_streams(tmp_path, accelerators, monkeypatch):
+    import bigmodel.dispatch.buffers as buffers
     import bigmodel.dispatch.pool as pool
 
-    monkeypatch.setattr(pool, "has_streams", lambda device: False)
+    for module in (pool, buffers):
+        monkeypatch.setattr(module, "has_streams", lambda device: False)
     (device,) = accelerators(1)
     model, ids, expected = tiny()
     on_disk(model, tmp_path, device)
