@@ -136,7 +136,7 @@ def _children(module: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
 def _repeated_children(module: nn.Module, name: str) -> tuple[list[str], int]:
     """Blocks below `module`, and the length of the longest list that they come from (0 without blocks)."""
     children = _children(module, name)
-    below = [_repeated_children(child, child_name) for child_name, child in children if child._modules]
+    below = [_repeated_children(child, child_name) for child_name, child in children if _may_hold_blocks(child)]
     longest = max([length for _, length in below], default=0)
     if isinstance(module, nn.ModuleList) and children:
         kinds = len({type(child) for _, child in children})
@@ -145,6 +145,12 @@ def _repeated_children(module: nn.Module, name: str) -> tuple[list[str], int]:
         if is_list and (len(children) >= longest or (len(children) > 1 and _are_layers([child for _, child in children]))):
             return [child_name for child_name, _ in children], len(children)
     return [block for blocks, _ in below for block in blocks], longest
+
+
+def _may_hold_blocks(module: nn.Module) -> bool:
+    """Whether there is a `ModuleList` in the module, or something below its children where one may be."""
+    children = module._modules
+    return bool(children) and (isinstance(module, nn.ModuleList) or any(child._modules for child in children.values() if child is not None))
 
 
 def _are_layers(modules: list[nn.Module]) -> bool:
@@ -187,7 +193,7 @@ def row_tables(model: nn.Module) -> set[int]:
     tables = {id(module.weight) for module in modules if isinstance(module, nn.Embedding) and reads_rows_only(module)}
     if not tables:
         return tables
-    uses = Counter(id(parameter) for module in modules for parameter in module._parameters.values() if parameter is not None)
+    uses = Counter([key for module in modules for parameter in module._parameters.values() if (key := id(parameter)) in tables])
     return {table for table in tables if uses[table] == 1}
 
 

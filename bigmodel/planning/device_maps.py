@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -22,12 +23,12 @@ def clean_device_map(device_map: dict[str, T], module_name: str = "") -> dict[st
     The dict itself is changed and returned; a shortened entry stands where the first of those that it replaces stood. Entries that lie
     under another entry with a different device are exceptions to it and are left as they are.
     """
-    below: dict[str, list[str]] = {}
+    below: defaultdict[str, list[str]] = defaultdict(list)
     for key in device_map:
         name = key
         while name:
             name = name.rpartition(".")[0]
-            below.setdefault(name, []).append(key)
+            below[name].append(key)
 
     replaced: dict[str, str] = {}  # entry → the module that stands for it now
 

@@ -118,9 +118,14 @@ def tensor_bytes_rule(
     special_bits = {name: _element_bits(special) for name, special in (special_dtypes or {}).items()}
     packed = packed_sizes or {}
 
+    def as_it_is(name: str, tensor: torch.Tensor) -> int:
+        if type(tensor) not in _PLAIN:
+            _refuse_lazy(name, tensor)
+        return tensor.numel() * tensor.element_size()
+
     def rule(name: str, tensor: torch.Tensor) -> int:
-        if type(tensor) not in _PLAIN and nn.parameter.is_lazy(tensor):
-            raise PlanError(f"Tensor {name!r} has no shape yet (lazy module). Run one forward, then plan.")
+        if type(tensor) not in _PLAIN:
+            _refuse_lazy(name, tensor)
         if name in packed:
             return packed[name]
         bits = special_bits.get(name)
@@ -130,7 +135,12 @@ def tensor_bytes_rule(
             bits = 8 * tensor.element_size()
         return -(-tensor.numel() * bits // 8)
 
-    return rule
+    return as_it_is if common_bits is None and not special_bits and not packed else rule
+
+
+def _refuse_lazy(name: str, tensor: torch.Tensor) -> None:
+    if nn.parameter.is_lazy(tensor):
+        raise PlanError(f"Tensor {name!r} has no shape yet (lazy module). Run one forward, then plan.")
 
 
 @without_collecting()
@@ -148,25 +158,29 @@ def compute_module_sizes(
     sizes: defaultdict[str, int] = defaultdict(int)
     seen: set[int] = set()
 
-    def visit(module: nn.Module, path: str) -> bool:
-        """Fills in everything below `module`; whether there was anything that was not counted before."""
+    def visit(module: nn.Module, path: str) -> int | None:
+        """Fills in everything below `module`. Returns its bytes, or None if there was nothing that was not counted before."""
         sizes[path] = 0  # parents stand before their children
         prefix = f"{path}." if path else ""
         total_bytes, found = 0, False
         for tensors in (module._buffers,) if buffers_only else (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
+            for key, tensor in tensors.items():
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
-                    sizes[prefix + name] = nbytes = rule(prefix + name, tensor)
-                    total_bytes, found = total_bytes + nbytes, True
-        for name, child in module._modules.items():
-            if child is not None and visit(child, prefix + name):
-                total_bytes, found = total_bytes + sizes[prefix + name], True
+                    name = prefix + key
+                    sizes[name] = nbytes = rule(name, tensor)
+                    total_bytes += nbytes
+                    found = True
+        for key, child in module._modules.items():
+            below = None if child is None else visit(child, prefix + key)
+            if below is not None:
+                total_bytes += below
+                found = True
         if found:
             sizes[path] = total_bytes
         elif path:
             del sizes[path]
-        return found
+        return total_bytes if found else None
 
     visit(model, "")
     return sizes
