@@ -75,6 +75,8 @@ def _of_dump(dump: Any, source: str) -> Tree:
 
 
 def _of_specs(specs: Mapping[str, TensorSpec], name: str, config: Mapping[str, Any] | None, *notes: str) -> Tree:
+    if not specs:
+        raise CheckpointError(f"{name}: holds no tensors.")
     model: Any = skeleton(specs)
     if config is not None:
         model.config = config

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from .constants import GiB, KiB, MiB
 
-__all__ = ["bytes_text", "names_text"]
+__all__ = ["bytes_text", "names_text", "printable"]
 
 
 def bytes_text(nbytes: int | None, *, short: bool = False) -> str:
@@ -20,6 +20,13 @@ def bytes_text(nbytes: int | None, *, short: bool = False) -> str:
             digits = 3 - len(str(int(abs(amount)))) if short else 2 if amount < 100 else 1
             return f"{amount:.{max(0, digits)}f} {name}"
     return f"{nbytes} B"
+
+
+def printable(text: str) -> str:
+    """The text without what would steer a terminal, lines kept: it may hold names from a stranger's checkpoint."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def names_text(names: Iterable[str]) -> str:

@@ -195,3 +195,16 @@ def test_contexts_beyond_the_models_positions_are_told() -> None:
     assert bigmodel.plan(config, {"cpu": "1GiB"}, context=1025).notes == (
         "The configuration tells of 1,024 positions: a context of 1,025 tokens is beyond them.",
     )
+
+
+def test_checkpoints_without_tensors_are_named(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "empty.safetensors")
+    with pytest.raises(CheckpointError, match=r"empty\.safetensors: holds no tensors"):
+        bigmodel.plan(tmp_path / "empty.safetensors", BUDGETS)
+
+
+def test_names_of_a_strangers_tensors_do_not_steer_the_terminal(tmp_path: Path) -> None:
+    save_file({"a\x1b[31m.weight": torch.ones(3), "b.weight": torch.ones(3)}, tmp_path / "strange.safetensors")
+    made = bigmodel.plan(tmp_path / "strange.safetensors", {0: 12, "cpu": "1KiB"})
+    assert "\x1b" not in str(made)
+    assert "a\ufffd[31m" in str(bigmodel.plan(tmp_path / "strange.safetensors", {"cpu": 12}))

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..loading import Checkpoint, Entry
 from ..loading.entry import Packed
-from ..text import bytes_text
+from ..text import bytes_text, printable
 from .output import console, counted, print_json
 
 __all__ = ["inspect"]
@@ -42,7 +42,7 @@ def inspect(
     if tensors:
         table = Table("tensor", "dtype", "shape", "bytes", "file")
         for name, entry in found.entries.items():
-            table.add_row(name, _stored_as(entry), str(list(entry.shape)), bytes_text(entry.nbytes), entry.file.name)
+            table.add_row(printable(name), _stored_as(entry), str(list(entry.shape)), bytes_text(entry.nbytes), entry.file.name)
         console.print(table)
 
 
@@ -90,7 +90,7 @@ def _print_sizes(what: str, sizes: dict[str, int], total_bytes: int) -> None:
     table = Table(what, "bytes", "share")
     table.columns[1].justify = table.columns[2].justify = "right"
     for name, nbytes in sizes.items():
-        table.add_row(name, bytes_text(nbytes), f"{nbytes / max(1, total_bytes):.1%}")
+        table.add_row(printable(name), bytes_text(nbytes), f"{nbytes / max(1, total_bytes):.1%}")
     console.print(table)
 
 

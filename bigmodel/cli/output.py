@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.text import Text
 
+from ..text import printable
+
 __all__ = ["console", "counted", "fail", "print_json"]
 
 console = Console(markup=False, emoji=False)
@@ -27,5 +29,5 @@ def counted(number: int, thing: str) -> str:
 
 def fail(message: str, code: int = 1) -> NoReturn:
     """The message on stderr, then exit."""
-    Console(stderr=True).print(Text.assemble(("Error:", "bold red"), " ", message), soft_wrap=True)
+    Console(stderr=True).print(Text.assemble(("Error:", "bold red"), " ", printable(message)), soft_wrap=True)
     sys.exit(code)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..devices import DeviceKey
-from ..text import bytes_text, names_text
+from ..text import bytes_text, names_text, printable
 from .kinds import COLOURS, HEADINGS, Kind
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def render(plan: Plan) -> str:
         lines += textwrap.wrap(reason, WIDTH)
     if plan.advice:
         lines += ["", "What would help:", *_printed(_advice_table(plan))]
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def _printed(table: Table) -> list[str]:

@@ -12,7 +12,7 @@ from torch import nn
 from bigmodel.device_map import device_for
 from bigmodel.errors import PlanError
 from bigmodel.planning import Plan, compute_module_sizes, plan
-from bigmodel.text import bytes_text, names_text
+from bigmodel.text import bytes_text, names_text, printable
 
 BLOCK = 8 * 16 * 16  # bytes of a Decoder's block at width 16
 EMBEDDING = 64 * 16 * 4
@@ -216,6 +216,8 @@ def test_embeddings_that_are_read_by_rows_move_nothing():
 
 def test_names_and_bytes_for_people():
     assert names_text(["embed", "layers.0", "layers.1", "layers.2", "layers.4", "norm"]) == "embed, layers.0–2, layers.4, norm"
+    assert printable("a\x1b[31m\nb\r – █") == "a\ufffd[31m\nb\ufffd – █"
+    assert bytes_text((1 << 30) - 1) == "1.00 GiB"
     assert names_text(["h.1.b", "h.2.b", ""]) == "h.1.b, h.2.b, everything"
     assert [bytes_text(size) for size in (0, 236, 1536, 3 << 30, 200 << 30, None)] == [
         "0 B",
