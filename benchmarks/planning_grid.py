@@ -132,6 +132,8 @@ class Judged(NamedTuple):
     moved_bytes: int
     """Bytes that travel in every step: of every module that holds offloaded tensors itself, those tensors."""
     feasible: bool
+    uses_cards: bool
+    """Whether anything is on an accelerator; if not, the CPU runs everything and nothing moves."""
 
 
 def judge(
@@ -169,4 +171,4 @@ def judge(
     feasible = all(nbytes <= offered[device] for device, nbytes in held.items())
     if largest and (main in case.budgets or main != "cpu"):
         feasible = feasible and held.get(main, 0) + largest <= offered[main]
-    return Judged(sum(nbytes for device, nbytes in held.items() if not isinstance(device, int)), moved, feasible)
+    return Judged(sum(nbytes for device, nbytes in held.items() if not isinstance(device, int)), moved, feasible, isinstance(main, int))

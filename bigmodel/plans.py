@@ -21,6 +21,7 @@ from .planning.sizes import DtypeLike
 from .protocols import WeightFormat
 from .quantization import FORMAT_NAMES
 from .quantization import weight_format as find_format
+from .quantization.formats import weight_formats
 from .sources import Wanted, find_tree
 
 __all__ = ["plan"]
@@ -122,7 +123,7 @@ def plan(
         machine=budgets.machine if machine is None else machine,
         objective=objective,
         advice=advice,
-        formats=[find_format(name) for name in ADVISED_FORMATS],
+        formats=weight_formats(ADVISED_FORMATS),
     )
     ignored = _ignored(tree.model, special_dtypes or {}, class_names(no_split_module_classes))
     if context is None and example_inputs is None:

@@ -6,8 +6,9 @@ Sizes are those that bitsandbytes allocates (`functional.quantize_4bit`, `functi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Final, TypeAlias
 
 import torch
@@ -18,7 +19,7 @@ from ..protocols import TensorSpec
 from .matrices import matrix_shape
 from .selection import select
 
-__all__ = ["FORMAT_NAMES", "FourBit", "Int8", "PackedFormat", "weight_format"]
+__all__ = ["FORMAT_NAMES", "FourBit", "Int8", "PackedFormat", "weight_format", "weight_formats"]
 
 BLOCK: Final = 64
 """Elements that share one scale (absmax)."""
@@ -109,15 +110,17 @@ PackedFormat: TypeAlias = FourBit | Int8
 
 
 def _sizes(packed: PackedFormat, model: nn.Module) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    known: dict[tuple[int, int], int] = {}
-    for name, module in select(model, packed.skip_modules, packed.kept).packed.items():
-        shape = matrix_shape(module)
-        nbytes = known.get(shape)
-        if nbytes is None:
-            nbytes = known[shape] = _bytes(packed.tensors(shape))
-        sizes[f"{name}.weight"] = nbytes
-    return sizes
+    return _sizes_of_shapes(packed, _shapes(model, packed.skip_modules, packed.kept))
+
+
+def _shapes(model: nn.Module, skip_modules: Collection[str] | None, kept: Collection[str]) -> dict[str, tuple[int, int]]:
+    """(rows, columns) of every weight that is packed."""
+    return {f"{name}.weight": matrix_shape(module) for name, module in select(model, skip_modules, kept).packed.items()}
+
+
+def _sizes_of_shapes(packed: PackedFormat, shapes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    known = {shape: _bytes(packed.tensors(shape)) for shape in set(shapes.values())}
+    return {name: known[shape] for name, shape in shapes.items()}
 
 
 _FORMATS: Final[Mapping[str, PackedFormat]] = {
@@ -139,3 +142,30 @@ def weight_format(name: str) -> PackedFormat:
     if found is None:
         raise QuantizationError(f"{name!r} is no packed format. Use one of {', '.join(map(repr, FORMAT_NAMES))}.")
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _OneOfSeveral:
+    """A format among others for one model, a `bigmodel.protocols.WeightFormat`: what they pack is found once for all of them."""
+
+    packed: PackedFormat
+    shapes: Callable[[nn.Module], Mapping[str, tuple[int, int]]]
+
+    @property
+    def name(self) -> str:
+        return self.packed.name
+
+    def packed_bytes(self, spec: TensorSpec) -> int:
+        return self.packed.packed_bytes(spec)
+
+    def packed_sizes(self, model: nn.Module) -> Mapping[str, int]:
+        return _sizes_of_shapes(self.packed, self.shapes(model))
+
+
+def weight_formats(names: Iterable[str]) -> list[_OneOfSeveral]:
+    """Several formats to compare for a model that does not change meanwhile; each is that of `weight_format`.
+
+    Raises `QuantizationError` for a name that is no format's.
+    """
+    shapes = cache(lambda model: _shapes(model, None, ()))
+    return [_OneOfSeveral(weight_format(name), shapes) for name in names]

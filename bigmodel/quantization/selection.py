@@ -50,7 +50,7 @@ def select(model: nn.Module, skip_modules: Collection[str] | None = None, kept: 
     for name, module, parent in nodes:
         if names and (name.rpartition(".")[0] in skipped or _ends_with(name, names)):
             skipped.add(name)
-        if not is_linear(module):
+        if not module._parameters or not is_linear(module):
             continue
         reason = "it is the output head, tied, or was asked to be left" if name in skipped else _why_left(module, parent, tied)
         if reason is None:

@@ -16,6 +16,7 @@ from bigmodel.planning import plan
 from bigmodel.planning.sizes import tensor_bytes_rule
 from bigmodel.protocols import TensorSpec, WeightFormat
 from bigmodel.quantization import FORMAT_NAMES, FourBit, Int8, weight_format
+from bigmodel.quantization.formats import weight_formats
 
 SHAPES = [(64, 64), (3, 7), (33, 65), (128, 4096), (1, 1), (2, 127), (640, 1024)]
 
@@ -136,3 +137,13 @@ def test_sizes_do_not_import_bitsandbytes():
         "assert 'bitsandbytes' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_formats_that_are_compared_for_one_model_have_the_sizes_that_each_has_alone():
+    model = nn.Sequential(nn.Linear(96, 64), nn.Sequential(nn.Linear(64, 200), nn.Linear(200, 8)), nn.Linear(8, 8))
+    names = ["int8", "nf4-dq", "nf4"]
+    formats = weight_formats(names)
+    assert [each.name for each in formats] == names
+    assert [each.packed_sizes(model) for each in formats] == [weight_format(name).packed_sizes(model) for name in names]
+    spec = TensorSpec((96, 64), torch.bfloat16)
+    assert [each.packed_bytes(spec) for each in formats] == [weight_format(name).packed_bytes(spec) for name in names]
