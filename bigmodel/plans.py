@@ -17,7 +17,7 @@ from .modules import class_names, tensor_aliases
 from .named_budgets import named_budgets
 from .planning import Plan
 from .planning.predicting import MachineLike
-from .planning.sizes import DtypeLike
+from .planning.sizes import DtypeLike, as_dtype
 from .protocols import WeightFormat
 from .quantization import FORMAT_NAMES
 from .quantization import weight_format as find_format
@@ -150,13 +150,20 @@ def _ignored(model: nn.Module, special_dtypes: Mapping[str, DtypeLike], classes:
 def _split_dtype(
     dtype: DtypeLike | WeightFormat | None, weight_format: WeightFormat | str | None
 ) -> tuple[WeightFormat | None, DtypeLike | None]:
-    """A packed format, and the dtype of the rest. Raises `PlanError` where two formats are named."""
+    """A packed format, and the dtype of the rest. Raises `PlanError` where two formats are named, and for what is neither."""
     packed = find_format(weight_format) if isinstance(weight_format, str) else weight_format
     if isinstance(dtype, WeightFormat) or (isinstance(dtype, str) and dtype in FORMAT_NAMES):
         if packed is not None:
             raise PlanError(f"dtype={dtype!r} and weight_format={weight_format!r} are both packed formats: give one of them.")
         return (find_format(dtype) if isinstance(dtype, str) else dtype), None
-    return packed, None if isinstance(dtype, str) and dtype == "auto" else dtype
+    if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
+        return packed, None
+    try:
+        as_dtype(dtype)
+    except PlanError as error:
+        formats = ", ".join(map(repr, FORMAT_NAMES))
+        raise PlanError(f"dtype={dtype!r} is neither a dtype, such as 'bfloat16', nor a packed format ({formats}).") from error
+    return packed, dtype
 
 
 def _buildable(dtype: DtypeLike | None) -> torch.dtype | None:

@@ -95,6 +95,12 @@ def test_dtypes_are_torch_dtypes_and_their_names() -> None:
         bigmodel.plan(Model(), {0: "1GB"}, dtype="nf5")
 
 
+@pytest.mark.parametrize("dtype", ["float17", "q4", 3])
+def test_what_is_no_dtype_is_told_what_there_is(dtype: Any) -> None:
+    with pytest.raises(PlanError, match=f"dtype={dtype!r} is neither a dtype, such as 'bfloat16', nor a packed format .*'nf4'"):
+        bigmodel.plan(Model(), BUDGETS, dtype=dtype)
+
+
 def test_a_packed_format_beside_a_dtype() -> None:
     made = bigmodel.plan(Model(), {0: "1GB"}, weight_format="int8")
     assert (

@@ -28,7 +28,8 @@ def plan(
         ),
     ],
     gpu: Annotated[
-        list[str] | None, typer.Option("--gpu", help="One accelerator: its memory (24GiB) or its name (RTX 4090). Once for each.")
+        list[str] | None,
+        typer.Option("--gpu", help="An accelerator: memory (24GiB; a bare number is bytes) or name (RTX 4090). Once for each."),
     ] = None,
     cpu: Annotated[str | None, typer.Option("--cpu", help="RAM to plan with (64GiB).")] = None,
     disk: Annotated[str | None, typer.Option("--disk", help="Disk space to plan with; without it there is no limit.")] = None,
