@@ -82,8 +82,10 @@ def located(where: str | os.PathLike[str]) -> Path | RemoteFile | HubRepository:
     A `Path`, and a string that names something on this machine, is local. A string with a scheme is a URL
     (`hf://owner/name[@revision][/path]`: a repository on the hub, or something in it; `file://…`: local). Another string of the form
     `owner/name` or `owner/name@revision` is a repository on the hub. Everything else is local. So `./owner/name` is always local and
-    `hf://owner/name` never. Raises `CheckpointError` for a `hf://` that names no repository.
+    `hf://owner/name` never. Raises `CheckpointError` for an empty string and for a `hf://` that names no repository.
     """
+    if where == "":
+        raise CheckpointError("An empty string names no checkpoint. The folder that the program runs in is '.'.")
     if not isinstance(where, str) or os.path.lexists(where):
         return Path(where)
     if where.startswith("hf://"):

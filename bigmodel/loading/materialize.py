@@ -31,7 +31,7 @@ from .report import KeptWeight, LoadReport
 from .sharded import filled_like, is_sharded, local_device, local_transfer
 from .store import CheckpointStore
 from .transfer import Transfer
-from .ways import Reading
+from .ways import READINGS, Reading
 
 __all__ = ["check_covering", "materialize", "placements"]
 
@@ -95,6 +95,8 @@ def materialize(
     opened.
     """
     started = time.perf_counter()
+    if reading not in READINGS:
+        raise PlanError(f"reading={reading!r} is no way of reading files. Use one of {', '.join(map(repr, READINGS))}.")
     names = _names(match)
     keys = placements(model, match, device_map, offload_buffers=offload_buffers)
     sharded = {name: tensor for name in match.transfers if is_sharded(tensor := _tensor(model, name))}

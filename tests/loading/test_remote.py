@@ -113,6 +113,8 @@ def test_what_is_on_this_machine_is_local_and_what_names_no_repository_is_refuse
     assert located("owner/name") == Path("owner/name")
     with pytest.raises(CheckpointError, match="names no repository"):
         located("hf://name")
+    with pytest.raises(CheckpointError, match="An empty string names no checkpoint"):
+        located("")
 
 
 def test_a_signature_is_not_spread_by_messages() -> None:

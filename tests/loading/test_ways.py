@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
-from bigmodel.errors import CheckpointError
-from bigmodel.loading import Checkpoint, Reader, Slice, Source, Transpose, Whole, ways
+from bigmodel.errors import CheckpointError, PlanError
+from bigmodel.loading import Checkpoint, Reader, Slice, Source, Transpose, Whole, load, ways
 from bigmodel.loading.page_cache import PageCache
 from bigmodel.loading.ranges import plan_reads
 from bigmodel.loading.transfer import Transfer, lower
@@ -105,6 +106,14 @@ def test_every_way_gives_the_same_values(
     if is_cold and hasattr(os, "posix_fadvise"):
         drop(checkpoint)
     check_values(checkpoint, state, reading, dtype)
+
+
+def test_an_unknown_way_is_refused(checkpoint: Checkpoint) -> None:
+    with torch.device("meta"):
+        model = nn.ParameterDict({name: nn.Parameter(torch.empty(entry.shape)) for name, entry in checkpoint.entries.items()})
+    with pytest.raises(PlanError, match=r"reading='quick'.*'auto', 'buffered', 'direct'"):
+        load(model, checkpoint, reading="quick")  # type: ignore[arg-type]
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 @needs_direct
