@@ -109,7 +109,10 @@ class Packing(Protocol):
     """One weight on its way from a checkpoint to what is kept of it."""
 
     def pack(self, start: int, rows: torch.Tensor) -> None:
-        """Takes the rows `start …` of the weight's first dimension. Called by several threads at once, in any order."""
+        """Takes rows (rows, columns), of which the first is `start`; those of a stack of matrices are counted through.
+
+        Called by several threads at once, in any order.
+        """
         ...
 
     def finish(self) -> Mapping[str, torch.Tensor]:
@@ -133,7 +136,7 @@ class Packer(Protocol):
         ...
 
     def row_step(self, spec: TensorSpec) -> int:
-        """Parts begin at rows that are multiples of this."""
+        """Parts begin at rows that are multiples of this; those of a stack of matrices are counted through."""
         ...
 
     def begin(self, name: str, spec: TensorSpec, device: torch.device) -> Packing:

@@ -37,7 +37,7 @@ def pack_weights(
     """Name and kept tensors of each weight, as they become complete; packed on the device that is given with it.
 
     In memory beside what is kept: `PART_BYTES` for each reading thread. A weight that a function computes, or that is packed transposed,
-    comes whole to its thread.
+    comes whole to its thread; of a stack whose matrices lie transposed in the file, one matrix does.
     Raises what reading and packing raise; then, and when the iterator is closed, no thread is at work any more.
     """
     parts = (part for transfer, device in _in_file_order(jobs) for part in _parts(transfer, device, packer))
@@ -73,16 +73,49 @@ def _in_file_order(jobs: Sequence[tuple[Transfer, torch.device]]) -> list[tuple[
 def _parts(transfer: Transfer, device: torch.device, packer: Packer) -> Iterator[tuple[_Weight, Transfer, int, torch.device]]:
     """The parts of one weight: what is read, and its first row."""
     spec = TensorSpec(transfer.shape, transfer.dtype)
+    weight = _Weight(transfer.target, packer.begin(transfer.target, spec, device), 0)
+    parts = _stack_parts(transfer, packer.row_step(spec)) if len(transfer.shape) > 2 else _row_parts(transfer, packer.row_step(spec))
+    weight.parts_left = sum(1 if within is None else len(within) for _, within in parts)
+    rows = transfer.shape[-2]
+    for outer, within in parts:
+        part = transfer.rows(outer.start, len(outer))
+        if within is None:
+            yield weight, part, outer.start * (rows if len(transfer.shape) > 2 else 1), device
+            continue
+        for start in within:
+            length = min(within.step, rows - start)
+            yield weight, part.box((0, start, 0), (1, length, transfer.shape[-1])), outer.start * rows + start, device
+
+
+def _row_parts(transfer: Transfer, step: int) -> list[tuple[range, range | None]]:
+    """Ranges of the rows of a matrix."""
     rows = transfer.shape[0]
-    # Rows of what lies column by column in the file are all over it.
-    whole = any(isinstance(piece.origin, Computation) or piece.source_strides[-1] != 1 for piece in transfer.pieces)
-    step = packer.row_step(spec)
     row_bytes = math.prod(transfer.shape[1:]) * transfer.dtype.itemsize
-    at_once = rows if whole else max(1, PART_BYTES // max(1, step * row_bytes)) * step
-    starts = range(0, max(1, rows), max(1, at_once))
-    weight = _Weight(transfer.target, packer.begin(transfer.target, spec, device), len(starts))
-    for start in starts:
-        yield weight, transfer.rows(start, min(at_once, rows - start)), start, device
+    at_once = rows if _is_computed(transfer) or _is_scattered(transfer) else max(1, PART_BYTES // max(1, step * row_bytes)) * step
+    return [(range(start, min(start + at_once, rows)), None) for start in range(0, max(1, rows), max(1, at_once))]
+
+
+def _stack_parts(transfer: Transfer, step: int) -> list[tuple[range, range | None]]:
+    """Ranges of matrices of a stack; where single matrices are large, ranges of one with what begins its parts."""
+    count, rows, columns = transfer.shape
+    row_bytes = columns * transfer.dtype.itemsize
+    if _is_computed(transfer):
+        return [(range(count), None)]
+    if not _is_scattered(transfer) and rows % step == 0 and rows * row_bytes > PART_BYTES:
+        within = range(0, rows, max(1, PART_BYTES // max(1, step * row_bytes)) * step)
+        return [(range(each, each + 1), within) for each in range(count)]
+    whole = step // math.gcd(step, max(1, rows))
+    at_once = max(1, PART_BYTES // max(1, whole * rows * row_bytes)) * whole
+    return [(range(start, min(start + at_once, count)), None) for start in range(0, max(1, count), at_once)]
+
+
+def _is_computed(transfer: Transfer) -> bool:
+    return any(isinstance(piece.origin, Computation) for piece in transfer.pieces)
+
+
+def _is_scattered(transfer: Transfer) -> bool:
+    """Whether rows are all over the file: matrices that lie column by column."""
+    return any(piece.source_strides[-1] != 1 for piece in transfer.pieces)
 
 
 def _read_and_pack(
@@ -90,4 +123,4 @@ def _read_and_pack(
 ) -> None:
     rows = empty_tensor(transfer.shape, transfer.dtype, device)
     reader.read([(transfer, rows)], progress, in_this_thread=True)
-    packing.pack(start, rows)
+    packing.pack(start, rows.flatten(0, -2))

@@ -21,7 +21,7 @@ from .sizes import (
     get_max_layer_size,
     get_module_leaves,
 )
-from .skeleton import skeleton
+from .skeleton import Recorded, skeleton
 from .ties import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
@@ -36,6 +36,7 @@ __all__ = [
     "DeviceUse",
     "Plan",
     "Prediction",
+    "Recorded",
     "calculate_maximum_sizes",
     "check_device_map",
     "check_device_same",

@@ -58,7 +58,7 @@ class SharedWork:
         if share >= LITTLE_PACKED:
             return []
         return [
-            f"{name} packs {share:.1%} of the weights: it is for linear layers, and the rest (embeddings, stacked experts) stays as it is."
+            f"{name} packs {share:.1%} of the weights: it is for linear layers and stacked experts; the rest (embeddings) stays as it is."
         ]
 
     def _share(self, packed: Collection[str]) -> float:

@@ -7,9 +7,10 @@ from .description import Description, described
 from .formats import FORMAT_NAMES, FourBit, Int8, PackedFormat, weight_format
 from .matrices import is_linear, matrix_shape, plain_forward
 from .packer import WeightPacker
-from .replacement import Places, has_4bit_bnb_layers, install, pack, packed_layers, replace_with_bnb_layers
-from .report import LayerReport, QuantizationReport, is_stack, note_scheme, report
+from .replacement import Places, has_4bit_bnb_layers, has_packed_stacks, install, pack, packed_layers, replace_with_bnb_layers, run_by_index
+from .report import LayerReport, QuantizationReport, note_scheme, report
 from .selection import Selection, keep_list, select
+from .stacks import is_stack, stacks_of, why_left
 from .stored import StoredWeight, stored_weights
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "WeightPacker",
     "described",
     "has_4bit_bnb_layers",
+    "has_packed_stacks",
     "install",
     "is_linear",
     "is_stack",
@@ -39,9 +41,12 @@ __all__ = [
     "plain_forward",
     "replace_with_bnb_layers",
     "report",
+    "run_by_index",
     "scheme_of",
     "select",
+    "stacks_of",
     "stored_weights",
     "transformers_config",
     "weight_format",
+    "why_left",
 ]

@@ -77,7 +77,10 @@ class FourBit:
 
 @dataclass(frozen=True, slots=True)
 class Int8:
-    """bitsandbytes' LLM.int8(), a `bigmodel.protocols.WeightFormat`: one byte an element, and one float32 scale (SCB) a row."""
+    """bitsandbytes' LLM.int8(), a `bigmodel.protocols.WeightFormat`: one byte an element, and one float32 scale (SCB) a row.
+
+    Of stacks of matrices each row of each matrix has its scale; they are unpacked before they are multiplied.
+    """
 
     skip_modules: tuple[str, ...] | None = None
     """Names of modules that are left as they are; None: the output head and tied weights (`keep_list`)."""
@@ -90,11 +93,11 @@ class Int8:
         return "int8"
 
     def tensors(self, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
-        """The packed weight and its companion, by name: what a weight of `shape` (rows, columns) becomes."""
-        return {"weight": TensorSpec(shape, torch.int8), "SCB": TensorSpec(shape[:1], torch.float32)}
+        """The packed weight and its companion, by name: what a weight of `shape` (…, rows, columns) becomes."""
+        return {"weight": TensorSpec(shape, torch.int8), "SCB": TensorSpec(shape[:-1], torch.float32)}
 
     def packed_bytes(self, spec: TensorSpec) -> int:
-        """Bytes of one weight of this shape (rows, columns) once packed, scales included."""
+        """Bytes of one weight of this shape (…, rows, columns) once packed, scales included."""
         return _bytes(self.tensors(spec.shape))
 
     def packed_sizes(self, model: nn.Module) -> Mapping[str, int]:
@@ -113,12 +116,14 @@ def _sizes(packed: PackedFormat, model: nn.Module) -> dict[str, int]:
     return _sizes_of_shapes(packed, _shapes(model, packed.skip_modules, packed.kept))
 
 
-def _shapes(model: nn.Module, skip_modules: Collection[str] | None, kept: Collection[str]) -> dict[str, tuple[int, int]]:
-    """(rows, columns) of every weight that is packed."""
-    return {f"{name}.weight": matrix_shape(module) for name, module in select(model, skip_modules, kept).packed.items()}
+def _shapes(model: nn.Module, skip_modules: Collection[str] | None, kept: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """(rows, columns) of every weight, and (experts, rows, columns) of every stack of matrices, that is packed."""
+    chosen = select(model, skip_modules, kept)
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": matrix_shape(module) for name, module in chosen.packed.items()}
+    return shapes | {name: tuple(stack.shape) for name, stack in chosen.stacks.items()}
 
 
-def _sizes_of_shapes(packed: PackedFormat, shapes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+def _sizes_of_shapes(packed: PackedFormat, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     known = {shape: _bytes(packed.tensors(shape)) for shape in set(shapes.values())}
     return {name: known[shape] for name, shape in shapes.items()}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import bitsandbytes
@@ -24,72 +24,28 @@ from .formats import FourBit, PackedFormat
 from .kernels import state_4bit, unpack_8bit
 from .matrices import is_transposed, matrix_shape
 from .multiply import multiply
+from .packed_weight import PackedWeight
 
 __all__ = ["Linear4bit", "Linear8bitLt", "PackedLinear", "packed_layer"]
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(PackedWeight):
     """What both kinds of packed layers share."""
 
-    packing: PackedFormat
     in_features: int
     out_features: int
     bias: nn.Parameter | None
-    original_dtype: torch.dtype
-    """What the weight was packed from, and is unpacked to."""
     from_transposed: bool = False
     """Whether the layer that this one took the place of kept its weight as (in, out)."""
 
-    def packed_tensors(self) -> dict[str, torch.Tensor]:
-        """The packed weight and its companions, by attribute."""
-        return {name: self._parameters[name] for name in self.packing.tensors(self.shape)}  # type: ignore[misc]
-
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         """Of the weight, were it not packed."""
         return (self.out_features, self.in_features)
 
-    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes the packed weight and its companions, by attribute, as they are."""
-        for name in self.packing.tensors(self.shape):
-            self._parameters[name] = self._parameter(name, tensors[name].detach())
-
-    def unpacked(self) -> torch.Tensor:
-        """The weight (out_features, in_features), of `original_dtype`, that the packed bytes stand for."""
-        raise NotImplementedError
-
-    def _parameter(self, name: str, tensor: torch.Tensor) -> nn.Parameter:
-        return nn.Parameter(tensor, requires_grad=False)
-
-    def _fill_with_meta(self) -> None:
-        specs = self.packing.tensors(self.shape)
-        self.fill({name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()})
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Moves packed tensors and never casts them: `half()` is about what is not packed."""
-        packed = {id(tensor) for tensor in self.packed_tensors().values()}
-
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            result = fn(tensor)
-            return result if id(tensor) not in packed or result.dtype == tensor.dtype else tensor.to(result.device)
-
-        super()._apply(moved, recurse)
-        weight = self._parameters["weight"]
-        if weight is not None and weight.device.type != "meta":
-            self._parameters["weight"] = self._parameter("weight", weight.data)
-        return self
-
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """The bias may be trained, packed weights may not: raises `QuantizationError` then."""
-        if requires_grad:
-            raise QuantizationError("Packed weights cannot be trained. Attach adapters (LoRA) to the layers, and train these.")
-        return super().requires_grad_(False)
-
-    def train(self, mode: bool = True) -> Any:
-        """Raises `QuantizationError` where something has asked for gradients of packed tensors: they cannot be trained."""
-        if mode and any(tensor.requires_grad for tensor in self.packed_tensors().values()):
-            self.requires_grad_(True)
-        return super().train(mode)
+    def original_name(self, name: str) -> str:
+        """Full name of the weight before it was packed, where the layer is called `name`."""
+        return f"{name}.weight"
 
 
 class LinkedState(QuantState):
@@ -136,8 +92,6 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
         super().__init__(in_features, out_features, False, compute_dtype, packing.double_quant, packing.quant_type, packing.storage, "meta")
         self.packing = packing
         self.original_dtype = original_dtype
-        self.nested_offset_value: float | None = None
-        """With double quantization: the value of `nested_offset`, which state dicts keep as a number."""
         self._fill_with_meta()
 
     @property
@@ -150,14 +104,6 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
     @quant_state.setter
     def quant_state(self, state: QuantState | None) -> None:
         """bitsandbytes assigns one; it is made of the companions instead."""
-
-    def fill(self, tensors: Mapping[str, torch.Tensor], nested_offset: float | None = None) -> None:
-        """Takes the packed weight and its companions, by attribute. `nested_offset`: that one's value, if it is on meta."""
-        super().fill(tensors)
-        offset = tensors.get("nested_offset")
-        if nested_offset is None and offset is not None and offset.device.type != "meta":
-            nested_offset = offset.item()
-        self.nested_offset_value = nested_offset
 
     def _parameter(self, name: str, tensor: torch.Tensor) -> nn.Parameter:
         if name != "weight":
@@ -280,7 +226,10 @@ class Linear8bitLt(PackedLinear, bitsandbytes.nn.Linear8bitLt):
             return result
 
         dtype = x.dtype
-        return multiply(x, bias, self.packed_tensors(), product, lambda packed: unpack_8bit(packed["weight"], packed["SCB"]).to(dtype))
+        # bitsandbytes takes matrices, and stacks of them, and nothing of more dimensions.
+        rows = x.flatten(0, -2) if x.dim() > 3 else x
+        result = multiply(rows, bias, self.packed_tensors(), product, lambda packed: unpack_8bit(packed["weight"], packed["SCB"]).to(dtype))
+        return result.unflatten(0, x.shape[:-1]) if x.dim() > 3 else result
 
     def unpacked(self) -> torch.Tensor:
         """The weight (out_features, in_features), of `original_dtype`, that the packed bytes stand for."""

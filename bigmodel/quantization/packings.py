@@ -14,12 +14,12 @@ __all__ = ["Packing4bit", "Packing8bit"]
 
 
 class Packing4bit:
-    """A weight of `shape` to 4 bits. Rows come in steps that end where blocks end."""
+    """A weight of `shape` to 4 bits. Rows come in parts that end where blocks end."""
 
     def __init__(self, prefix: str, shape: tuple[int, ...], packing: FourBit, device: torch.device) -> None:
         self._prefix = prefix
         self._packing = packing
-        self._row_elements = math.prod(shape[1:])
+        self._row_elements = shape[-1]
         elements = math.prod(shape)
         with torch.inference_mode(False):
             self._bytes = torch.empty(-(-elements // 2), dtype=torch.uint8, device=device)
@@ -47,13 +47,13 @@ class Packing4bit:
 
 
 class Packing8bit:
-    """A matrix to 8 bits a row."""
+    """A matrix, or a stack of them, to 8 bits a row."""
 
     def __init__(self, prefix: str, shape: tuple[int, ...], device: torch.device) -> None:
-        self._prefix = prefix
+        self._prefix, self._shape = prefix, shape
         with torch.inference_mode(False):
-            self._rows = torch.empty(shape, dtype=torch.int8, device=device)
-            self._scales = torch.empty(shape[0], dtype=torch.float32, device=device)
+            self._rows = torch.empty((math.prod(shape[:-1]), shape[-1]), dtype=torch.int8, device=device)
+            self._scales = torch.empty(math.prod(shape[:-1]), dtype=torch.float32, device=device)
 
     def pack(self, start: int, rows: torch.Tensor) -> None:
         """Takes the rows `start …`."""
@@ -63,4 +63,6 @@ class Packing8bit:
 
     def finish(self) -> Mapping[str, torch.Tensor]:
         """The packed weight and its scales, by full name."""
-        return {self._prefix + "weight": self._rows, self._prefix + "SCB": self._scales}
+        with torch.inference_mode(False):
+            weight, scales = self._rows.view(self._shape), self._scales.view(self._shape[:-1])
+        return {self._prefix + "weight": weight, self._prefix + "SCB": scales}

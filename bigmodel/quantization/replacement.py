@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -13,14 +14,17 @@ from ..modules import owner_of
 from ..protocols import TensorSpec
 from .config import Scheme, scheme_of
 from .formats import PackedFormat
-from .matrices import is_transposed
+from .matrices import is_linear, is_transposed
 from .packer import WeightPacker
 from .selection import select
 
 if TYPE_CHECKING:
-    from .layers import PackedLinear
+    from .packed_weight import PackedWeight
 
-__all__ = ["has_4bit_bnb_layers", "install", "pack", "packed_layers", "replace_with_bnb_layers"]
+__all__ = ["has_4bit_bnb_layers", "has_packed_stacks", "install", "pack", "packed_layers", "replace_with_bnb_layers", "run_by_index"]
+
+BY_INDEX: Final = (None, "eager", "batched_mm")
+"""transformers' implementations of experts that take matrices by index. (Without a choice, it is the module's own forward, `eager`.)"""
 
 logger = logging.getLogger(__name__)
 
@@ -29,24 +33,31 @@ def pack(value: torch.Tensor, packing: PackedFormat) -> dict[str, torch.Tensor]:
     """The packed weight and its companions, by name (`"weight"`, `"absmax"`, …), where `value` is."""
     spec = TensorSpec(tuple(value.shape), value.dtype)
     way = WeightPacker(packing, {}).begin("weight", spec, value.device)
-    way.pack(0, value.detach())
+    way.pack(0, value.detach().flatten(0, -2))
     return dict(way.finish())
 
 
 def install(model: nn.Module, scheme: Scheme, packed: Mapping[str, tuple[torch.dtype, Mapping[str, torch.Tensor]]]) -> None:
-    """Replaces linear layers by packed ones with what a loader kept of their weights.
+    """Replaces linear layers and stacks of matrices by packed ones with what a loader kept of their weights.
 
-    `packed`: full name of a weight → the dtype that it was packed from, and the kept tensors by full name. A layer that stands in several
-    places is replaced in all of them.
+    `packed`: full name of a weight or a stack → the dtype that it was packed from, and the kept tensors by full name. A layer that stands
+    in several places is replaced in all of them.
     """
     from .layers import packed_layer  # imports bitsandbytes, which takes seconds
+    from .packed_stack import PackedStack, attach
 
     places = Places(model)
     for name, (dtype, tensors) in packed.items():
-        linear, _ = owner_of(model, name)
-        layer = packed_layer(linear, scheme, dtype)
-        layer.fill({each.rpartition(".")[2]: tensor for each, tensor in tensors.items()})
-        places.put(linear, layer)
+        owner, key = owner_of(model, name)
+        kept = {each.rpartition(".")[2]: tensor for each, tensor in tensors.items()}
+        if is_linear(owner):
+            layer = packed_layer(owner, scheme, dtype)
+            layer.fill(kept)
+            places.put(owner, layer)
+        else:
+            stack = PackedStack(tuple(owner._parameters[key].shape), scheme.format, dtype)  # type: ignore[union-attr]
+            stack.fill(kept)
+            attach(owner, key, stack)
 
 
 def replace_with_bnb_layers(
@@ -55,7 +66,8 @@ def replace_with_bnb_layers(
     modules_to_not_convert: Collection[str] | None = None,
     current_key_name: Collection[str] | None = None,
 ) -> nn.Module:
-    """Replaces linear layers by packed ones. Weights with values are packed now, one by one; on meta, the packed layer is too.
+    """Replaces linear layers, and stacks of expert matrices, by packed ones. Weights with values are packed now, one by one; on meta, the
+    packed layer is too.
 
     `modules_to_not_convert` (by default the config's `skip_modules`, or the output head and tied weights) are left as they are, by full
     name or a run of its components. `current_key_name` is accepted for old scripts. A model in which nothing is replaced is a warning.
@@ -63,11 +75,14 @@ def replace_with_bnb_layers(
     Returns the same model. Raises `QuantizationError` for a config that is none.
     """
     from .layers import packed_layer  # imports bitsandbytes, which takes seconds
+    from .packed_stack import PackedStack, attach
 
     scheme = scheme_of(bnb_quantization_config)
     skipped = scheme.format.skip_modules if modules_to_not_convert is None else modules_to_not_convert
-    chosen = select(model, skipped, scheme.format.kept).packed
-    if not chosen:
+    selection = select(model, skipped, scheme.format.kept)
+    chosen, stacks = selection.packed, list(selection.stacks)
+    del selection
+    if not chosen and not stacks:
         logger.warning(
             "No linear layer of %s was replaced by a packed one: it has none, or all of them are left out. Nothing is quantized.",
             type(model).__name__,
@@ -83,6 +98,17 @@ def replace_with_bnb_layers(
         if weight.device.type != "meta":
             layer.fill(pack(weight.T if is_transposed(linear) else weight, scheme.format))
         places.put(linear, layer)
+    for name in stacks:
+        owner, key = owner_of(model, name)
+        value = owner._parameters.get(key)
+        if value is None:
+            continue  # its module stands in several places, and it is packed
+        stack = PackedStack(tuple(value.shape), scheme.format, value.dtype)
+        if value.device.type != "meta":
+            stack.fill(pack(value, scheme.format))
+        del value
+        attach(owner, key, stack)
+    run_by_index(model)
     return model
 
 
@@ -102,11 +128,28 @@ class Places:
             parent._modules[name] = new
 
 
-def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
-    """The packed layers of a model, by full name."""
-    from .layers import PackedLinear  # imports bitsandbytes, which takes seconds
+def packed_layers(model: nn.Module) -> dict[str, PackedWeight]:
+    """The packed layers and stacks of a model, by full name."""
+    from .packed_weight import PackedWeight
 
-    return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, PackedWeight)}
+
+
+def has_packed_stacks(model: nn.Module) -> bool:
+    """Whether a stack of expert matrices of the model is packed."""
+    found = sys.modules.get(f"{__package__}.packed_stack")  # which imports bitsandbytes: what has a packed stack has imported it
+    return found is not None and any(isinstance(module, found.PackedStack) for module in model.modules())
+
+
+def run_by_index(model: nn.Module) -> None:
+    """Lets models of transformers whose experts are packed compute with one expert after the other, where they would with all at once."""
+    for module in model.modules():
+        ask, change = (getattr(module, f"{verb}_experts_implementation", None) for verb in ("get", "set"))
+        if ask is None or change is None or not has_packed_stacks(module):
+            continue
+        current: dict[str, str | None] = ask()
+        if any(each not in BY_INDEX for each in current.values()):
+            change({name: each if each in BY_INDEX else "eager" for name, each in current.items()})
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -13,11 +14,11 @@ from .config import Scheme
 from .matrices import is_linear
 from .replacement import packed_layers
 from .selection import select
+from .stacks import is_stack
 
-__all__ = ["LayerReport", "QuantizationReport", "is_stack", "note_scheme", "report"]
+__all__ = ["LayerReport", "QuantizationReport", "note_scheme", "report"]
 
 _SCHEME = "_bigmodel_scheme"
-STACKED = "it is a stack of matrices, for which bitsandbytes has no layer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,32 +112,24 @@ def _layers(model: nn.Module, original: Callable[[str], torch.Tensor] | None) ->
             continue
         layer = packed.get(name)
         if layer is None:
-            yield LayerReport(name, "", _why_left(module, reasons.get(name)), nbytes, nbytes)
+            yield LayerReport(name, "", _why_left(name, module, reasons.get(name)), nbytes, nbytes)
             continue
-        bias = layer.bias
-        unpacked_bytes = layer.in_features * layer.out_features * layer.original_dtype.itemsize
+        bias = getattr(layer, "bias", None)
+        unpacked_bytes = math.prod(layer.shape) * layer.original_dtype.itemsize
         unpacked_bytes += 0 if bias is None else bias.numel() * bias.element_size()
         errors: tuple[float, float] | tuple[None, None] = (None, None)
         if original is not None:
-            exact = original(f"{name}.weight")
-            errors = _errors(layer.unpacked(), exact.T if layer.from_transposed else exact)
+            exact = original(layer.original_name(name))
+            errors = _errors(layer.unpacked(), exact.T if getattr(layer, "from_transposed", False) else exact)
         yield LayerReport(name, layer.packing.name, "", nbytes, unpacked_bytes, *errors)
 
 
-def _why_left(module: nn.Module, reason: str | None) -> str:
+def _why_left(name: str, module: nn.Module, reason: str | None) -> str:
     if reason is not None:
         return reason
-    if is_linear(module):
+    if is_linear(module) or is_stack(name, module):
         return "the checkpoint has it unpacked"
-    if is_stack(module):
-        return STACKED
     return "it is an embedding" if isinstance(module, nn.Embedding) else "it is no linear layer"
-
-
-def is_stack(module: nn.Module) -> bool:
-    """Whether the module holds one matrix for each of its experts in a single parameter."""
-    count = getattr(module, "num_experts", None)
-    return any(each is not None and each.dim() == 3 and each.shape[0] == count for each in module._parameters.values())
 
 
 def _errors(unpacked: torch.Tensor, original: torch.Tensor) -> tuple[float, float]:

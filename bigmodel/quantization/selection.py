@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..modules import find_blocks
 from .matrices import is_linear, plain_forward
+from .stacks import stacks_of, why_left
 
 __all__ = ["Selection", "keep_list", "select"]
 
@@ -20,12 +21,17 @@ READS_WEIGHTS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 @dataclass(slots=True)
 class Selection:
-    """The linear layers of a model, sorted."""
+    """The linear layers and the stacks of expert matrices of a model, sorted."""
 
     packed: dict[str, nn.Module] = field(default_factory=dict)
     """By every full name: a layer that stands in several places appears under each of them."""
+    stacks: dict[str, nn.Parameter] = field(default_factory=dict)
+    """Stacks of matrices that are packed, by every full name."""
     left: dict[str, str] = field(default_factory=dict)
-    """Full name → why the layer is left as it is."""
+    """Full name → why the layer, or the module that holds a stack, is left as it is."""
+
+
+_ASKED: Final = "it is the output head, tied, or was asked to be left"
 
 
 class _Node(NamedTuple):
@@ -35,12 +41,12 @@ class _Node(NamedTuple):
 
 
 def select(model: nn.Module, skip_modules: Collection[str] | None = None, kept: Collection[str] = ()) -> Selection:
-    """Sorts the linear layers below `model` into those that are packed and those that are left as they are.
+    """Sorts the linear layers and stacks of matrices below `model` into those that are packed and those that are left as they are.
 
     `skip_modules` and `kept` name modules, with all below them: by full name, or by a run of components of it (`"q_proj"`, `"layers.1"`,
     which is not `layers.10`). With None the output head and tied weights are skipped (`keep_list`). Linear layers are `nn.Linear` and
     transformers' `Conv1D`; subclasses with a forward of their own are left, and so is whatever torch's own modules compute with past the
-    layer's forward.
+    layer's forward. A stack is packed if all code that reads it takes single matrices of it by index.
     """
     nodes = _nodes(model)
     tied = _tied(nodes)
@@ -50,9 +56,18 @@ def select(model: nn.Module, skip_modules: Collection[str] | None = None, kept: 
     for name, module, parent in nodes:
         if names and (name.rpartition(".")[0] in skipped or _ends_with(name, names)):
             skipped.add(name)
-        if not module._parameters or not is_linear(module):
+        if not module._parameters:
             continue
-        reason = "it is the output head, tied, or was asked to be left" if name in skipped else _why_left(module, parent, tied)
+        if not is_linear(module):
+            for key, stack in stacks_of(name, module).items():
+                full = f"{name}.{key}"
+                reason = _ASKED if name in skipped or _ends_with(full, names) else _why_stack_left(module, parent, key, tied)
+                if reason is None:
+                    found.stacks[full] = stack
+                else:
+                    found.left[name] = reason
+            continue
+        reason = _ASKED if name in skipped else _why_left(module, parent, tied)
         if reason is None:
             found.packed[name] = module
         else:
@@ -105,6 +120,10 @@ def _why_left(module: nn.Module, parent: nn.Module, tied: Collection[int]) -> st
     if id(weight) in tied:
         return "its weight is tied to another module's"
     return None
+
+
+def _why_stack_left(module: nn.Module, parent: nn.Module, key: str, tied: Collection[int]) -> str | None:
+    return "its weight is tied to another module's" if id(module._parameters[key]) in tied else why_left(module, parent, key)
 
 
 def keep_list(model: nn.Module) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from ..protocols import TensorSpec
-from .description import DESCRIPTION, STATE_NAMES
+from .description import BARE_DESCRIPTION, STATE_NAMES
 
 __all__ = ["StoredWeight", "stored_weights"]
 
@@ -22,19 +22,14 @@ FORMAT_NOTE: Final = "weight_format"
 class StoredWeight:
     """The names of the tensors of one packed weight."""
 
-    layer: str
-    """Name of the layer, as the checkpoint has it."""
+    weight: str
+    """Name of the packed bytes: that of a layer's weight, or of a stack of expert matrices."""
     companions: dict[str, str] = field(default_factory=dict)
-    """Attribute of a packed layer → name in the checkpoint."""
+    """Attribute of a packed weight → name in the checkpoint."""
     description: str | None = None
     """4-bit: the name of the tensor that describes the weight."""
     others: list[str] = field(default_factory=list)
     """Names of what says nothing that is not known."""
-
-    @property
-    def weight(self) -> str:
-        """Name of the packed bytes."""
-        return f"{self.layer}.weight" if self.layer else "weight"
 
     def beside(self) -> Iterable[str]:
         """All names but that of the packed bytes."""
@@ -48,18 +43,18 @@ def stored_weights(tensors: Mapping[str, TensorSpec]) -> list[StoredWeight]:
     """The packed weights among the tensors of a checkpoint; empty for a checkpoint that is not packed."""
     found: list[StoredWeight] = []
     for name in tensors:
-        layer, _, last = name.rpartition(".")
+        beside, _, last = name.rpartition(".")
         if last == SCALES:
-            stored = StoredWeight(layer, {SCALES: name})
-            weight = tensors.get(stored.weight)
-            if weight is not None and weight.dtype == torch.int8:
-                note = f"{layer}.{FORMAT_NOTE}" if layer else FORMAT_NOTE
-                stored.others += [note] if note in tensors else []
-                found.append(stored)
-        elif DESCRIPTION in name and (at := name.find(DESCRIPTION)) >= 0:
-            stored = StoredWeight(name[:at].removesuffix("."), description=name)
-            if stored.weight in tensors:
-                prefix = f"{stored.layer}." if stored.layer else ""
-                stored.companions = {key: prefix + saved for key, saved in STATE_NAMES.items() if prefix + saved in tensors}
-                found.append(stored)
+            layer = f"{beside}." if beside else ""
+            weight = f"{layer}weight"
+            if weight not in tensors and len(tensors[name].shape) == 2:  # one for each row of each matrix
+                weight = beside
+            if weight in tensors and tensors[weight].dtype == torch.int8:
+                note = f"{layer}{FORMAT_NOTE}"
+                found.append(StoredWeight(weight, {SCALES: name}, others=[note] if note in tensors else []))
+        elif BARE_DESCRIPTION in name and (at := name.find(BARE_DESCRIPTION)) > 0:
+            weight = name[: at - 1]
+            if weight in tensors:
+                companions = {key: f"{weight}.{key}" for key in STATE_NAMES if f"{weight}.{key}" in tensors}
+                found.append(StoredWeight(weight, companions, name))
     return found

@@ -10,10 +10,10 @@ from transformers import (
     BitsAndBytesConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 from transformers.utils import is_accelerate_available
 
@@ -116,12 +116,13 @@ def test_the_dtype_of_what_is_not_packed_is_the_asked_one(folder):
 
 
 def test_stacked_experts_that_stay_unpacked_are_told_with_their_bytes(tmp_path, caplog):
-    shape = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = Qwen3MoeConfig(vocab_size=64, num_experts=4, num_experts_per_tok=2, head_dim=16, intermediate_size=32, **shape)
-    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    text = {"num_local_experts": 4, "intermediate_size_mlp": 32, "interleave_moe_layer_step": 1, "pad_token_id": 0, "head_dim": 16}
+    shape = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    Llama4ForCausalLM(Llama4TextConfig(vocab_size=64, **text, **shape)).save_pretrained(tmp_path)
     model = bigmodel.from_pretrained(tmp_path, quantization=CONFIGS["nf4"], device_map={"": "cpu"})
-    assert "48.00 KiB of stacked experts stay unpacked (model.layers.0.mlp.experts, model.layers.1.mlp.experts)" in caplog.text
-    assert "stack of matrices" in str(bigmodel.quantization_report(model))
+    names = "model.layers.0.feed_forward.experts, model.layers.1.feed_forward.experts"
+    assert f"48.00 KiB of stacked experts stay unpacked ({names})" in caplog.text
+    assert "Llama4TextExperts computes with as a whole" in str(bigmodel.quantization_report(model))
     assert logits(model).isfinite().all()
 
 

@@ -10,6 +10,7 @@ import torch
 
 from ...devices import DeviceKey, as_key
 from ...dispatch import LazyTensor
+from ...quantization import has_packed_stacks
 from .keys import TransformersKeys
 from .package import transformers_module
 from .saving import SavePretrained
@@ -28,8 +29,8 @@ def finish(model: Any, path_or_id: str | os.PathLike[str], folder: Path, rules: 
         model.generation_config = _generation_config(folder)
     if getattr(model, "hf_device_map", None) is not None:
         model.hf_device_map = _map_for_libraries(model, model.hf_device_map)
-        if any(isinstance(tensor, LazyTensor) for tensor in (*model.parameters(), *model.buffers())):
-            model.save_pretrained = SavePretrained(model)
+    if has_packed_stacks(model) or any(isinstance(tensor, LazyTensor) for tensor in (*model.parameters(), *model.buffers())):
+        model.save_pretrained = SavePretrained(model)
 
 
 def _generation_config(folder: Path) -> Any:

@@ -17,6 +17,7 @@ from torch import nn
 from ...dispatch import LazyTensor, values_of
 from ...loading import save_model
 from ...planning import convert_file_size_to_int
+from ...quantization import has_packed_stacks
 from .package import transformers_module
 from .unconvert import Unconverted
 
@@ -44,6 +45,8 @@ class SavePretrained:
     ) -> Any:
         """See `transformers.PreTrainedModel.save_pretrained`. All files appear together when they are complete."""
         model = self._model()
+        if has_packed_stacks(model):  # of which a conversion could make nothing
+            kwargs["save_original_format"] = False
         offloaded = any(isinstance(tensor, LazyTensor) for tensor in (*model.parameters(), *model.buffers()))
         # A map that names the CPU or the disk makes transformers convert shard by shard, which is for offloaded weights alone.
         with contextlib.nullcontext() if offloaded else _without_map(model):

@@ -1,0 +1,83 @@
+"""A packed weight as a module: its bytes and all their companions are frozen parameters, so that what moves tensors moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import QuantizationError
+from .formats import PackedFormat
+
+__all__ = ["PackedWeight"]
+
+
+class PackedWeight(nn.Module):
+    """What packed layers and packed stacks of matrices share."""
+
+    packing: PackedFormat
+    original_dtype: torch.dtype
+    """What the weight was packed from, and is unpacked to."""
+    nested_offset_value: float | None = None
+    """With double quantization: the value of `nested_offset`, which state dicts keep as a number."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight, were it not packed."""
+        raise NotImplementedError
+
+    def original_name(self, name: str) -> str:
+        """Full name of the weight before it was packed, where this module is called `name`."""
+        raise NotImplementedError
+
+    def unpacked(self) -> torch.Tensor:
+        """The weight, of `shape` and `original_dtype`, that the packed bytes stand for."""
+        raise NotImplementedError
+
+    def packed_tensors(self) -> dict[str, torch.Tensor]:
+        """The packed weight and its companions, by attribute."""
+        return {name: self._parameters[name] for name in self.packing.tensors(self.shape)}  # type: ignore[misc]
+
+    def fill(self, tensors: Mapping[str, torch.Tensor], nested_offset: float | None = None) -> None:
+        """Takes the packed weight and its companions, by attribute, as they are. `nested_offset`: that one's value, if it is on meta."""
+        for name in self.packing.tensors(self.shape):
+            self._parameters[name] = self._parameter(name, tensors[name].detach())
+        offset = tensors.get("nested_offset")
+        if nested_offset is None and offset is not None and offset.device.type != "meta":
+            nested_offset = offset.item()
+        self.nested_offset_value = nested_offset
+
+    def _parameter(self, name: str, tensor: torch.Tensor) -> nn.Parameter:
+        return nn.Parameter(tensor, requires_grad=False)
+
+    def _fill_with_meta(self) -> None:
+        specs = self.packing.tensors(self.shape)
+        self.fill({name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()})
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Moves packed tensors and never casts them: `half()` is about what is not packed."""
+        packed = {id(tensor) for tensor in self.packed_tensors().values()}
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            result = fn(tensor)
+            return result if id(tensor) not in packed or result.dtype == tensor.dtype else tensor.to(result.device)
+
+        super()._apply(moved, recurse)
+        weight = self._parameters["weight"]
+        if weight is not None and weight.device.type != "meta":
+            self._parameters["weight"] = self._parameter("weight", weight.data)
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """The bias may be trained, packed weights may not: raises `QuantizationError` then."""
+        if requires_grad:
+            raise QuantizationError("Packed weights cannot be trained. Attach adapters (LoRA) to the layers, and train these.")
+        return super().requires_grad_(False)
+
+    def train(self, mode: bool = True) -> Any:
+        """Raises `QuantizationError` where something has asked for gradients of packed tensors: they cannot be trained."""
+        if mode and any(tensor.requires_grad for tensor in self.packed_tensors().values()):
+            self.requires_grad_(True)
+        return super().train(mode)
