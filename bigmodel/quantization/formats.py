@@ -154,7 +154,7 @@ class _OneOfSeveral:
     """A format among others for one model, a `bigmodel.protocols.WeightFormat`: what they pack is found once for all of them."""
 
     packed: PackedFormat
-    shapes: Callable[[nn.Module], Mapping[str, tuple[int, int]]]
+    shapes: Callable[[nn.Module], Mapping[str, tuple[int, ...]]]
 
     @property
     def name(self) -> str:
