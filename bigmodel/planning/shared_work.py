@@ -63,8 +63,8 @@ class SharedWork:
 
     def _share(self, packed: Collection[str]) -> float:
         """How much of all elements the tensors of these names are."""
-        elements = {name: tensor.numel() for name, tensor in self._tensors.values()}
-        return sum(size for name, size in elements.items() if name in packed) / max(1, sum(elements.values()))
+        elements = [(name in packed, tensor.numel()) for name, tensor in self._tensors.values()]
+        return sum([size for is_packed, size in elements if is_packed]) / max(1, sum([size for _, size in elements]))
 
     def _walked(self, request: Request, rule: TensorBytes) -> Inventory:
         def recording(name: str, tensor: torch.Tensor) -> int:

@@ -34,4 +34,5 @@ def plain_forward(module: nn.Module) -> bool:
 def matrix_shape(module: nn.Module) -> tuple[int, int]:
     """(out, in) of a linear layer."""
     weight: Any = module.weight
-    return (weight.shape[1], weight.shape[0]) if is_transposed(module) else (weight.shape[0], weight.shape[1])
+    rows, columns = weight.shape
+    return (columns, rows) if is_transposed(module) else (rows, columns)

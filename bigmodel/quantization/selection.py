@@ -51,10 +51,12 @@ def select(model: nn.Module, skip_modules: Collection[str] | None = None, kept: 
     nodes = _nodes(model)
     tied = _tied(nodes)
     names = {*(_keep_list(model, nodes, tied) if skip_modules is None else skip_modules), *kept}
+    last_parts = {name.rpartition(".")[2] for name in names}
     found = Selection()
     skipped: set[str] = set()
     for name, module, parent in nodes:
-        if names and (name.rpartition(".")[0] in skipped or _ends_with(name, names)):
+        above, _, last = name.rpartition(".")
+        if above in skipped or (last in last_parts and _ends_with(name, names)):
             skipped.add(name)
         if not module._parameters:
             continue
