@@ -8,6 +8,7 @@ bitsandbytes' names. Importing this imports bitsandbytes.
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -20,8 +21,8 @@ from torch import nn
 from ..errors import QuantizationError
 from .config import Scheme
 from .description import DESCRIPTION, STATE_NAMES, described, description_of
-from .formats import FourBit, PackedFormat
-from .kernels import state_4bit, unpack_8bit
+from .formats import BLOCK, FourBit, PackedFormat
+from .kernels import state_4bit, unpack_4bit, unpack_8bit
 from .matrices import is_transposed, matrix_shape
 from .multiply import multiply
 from .packed_weight import PackedWeight
@@ -134,6 +135,8 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
         packing, shape, original = self.packing, self.shape, self.original_dtype
 
         def product(x: torch.Tensor, bias: torch.Tensor | None, packed: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            if x.device.type == "cpu" and shape[-1] % BLOCK:  # where bitsandbytes takes blocks to begin anew with each row
+                return nn.functional.linear(x, unpack(packed).to(x.dtype), bias)
             state = state_4bit(packing, shape, original, packed)
             result: torch.Tensor = bitsandbytes.matmul_4bit(x, packed["weight"], quant_state=state, bias=bias)
             return result
@@ -238,9 +241,8 @@ class Linear8bitLt(PackedLinear, bitsandbytes.nn.Linear8bitLt):
 
 
 def _unpacked_4bit(packing: FourBit, shape: tuple[int, ...], dtype: torch.dtype, packed: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    state = state_4bit(packing, shape, dtype, packed)
-    value: torch.Tensor = bitsandbytes.functional.dequantize_4bit(packed["weight"].detach(), state)
-    return value
+    tensors = {name: tensor.detach() for name, tensor in packed.items()}
+    return unpack_4bit(packing, tensors, 0, math.prod(shape), dtype).view(shape)
 
 
 def packed_layer(linear: nn.Module, scheme: Scheme, original_dtype: torch.dtype) -> Linear4bit | Linear8bitLt:

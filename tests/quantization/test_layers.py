@@ -13,7 +13,7 @@ from torch import nn
 from bigmodel.errors import QuantizationError
 from bigmodel.quantization import BnbQuantizationConfig, FourBit, scheme_of
 from bigmodel.quantization.layers import Linear4bit, Linear8bitLt, packed_layer
-from bigmodel.quantization.replacement import pack
+from bigmodel.quantization.replacement import pack, replace_with_bnb_layers
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(64, 64), (40, 64), (33, 65), (300, 1001), (640, 1024)]
@@ -222,3 +222,20 @@ def test_storage_of_other_dtypes_holds_the_same_bytes():
     layer.fill(pack(linear.weight, other))
     assert layer.weight.dtype == torch.bfloat16
     assert torch.equal(layer.unpacked(), as_bytes.unpacked())
+
+
+@pytest.mark.parametrize("columns", [48, 96, 80, 7])
+def test_rows_that_do_not_end_where_blocks_end_are_multiplied_right(columns):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(columns, 20)
+    model = replace_with_bnb_layers(
+        torch.nn.Sequential(linear), BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="fp32"), []
+    )
+    weight = linear.weight.detach()
+    packed, state = bitsandbytes.functional.quantize_4bit(weight.flatten(), blocksize=64, quant_type="nf4")
+    values = bitsandbytes.functional.dequantize_4bit(packed, state).view(weight.shape)
+    assert (values - weight).norm() < 0.15 * weight.norm()
+    x = torch.randn(3, columns)
+    assert torch.equal(model[0].unpacked(), values)
+    with torch.no_grad():
+        assert torch.equal(model(x), torch.nn.functional.linear(x, values, linear.bias))
