@@ -250,7 +250,7 @@ class AlignDevicesHook(ModelHook):
                 assert self._schedule is not None
                 self._schedule.enter(group)
                 entered += 1
-            if self.execution_device is not None and (args or kwargs) and self._moving():
+            if self.execution_device is not None and not _are_all_on(self.execution_device, args, kwargs) and self._moving():
                 moves = Moves()
                 args, kwargs = self._arguments(module, args, kwargs, moves)
         except BaseException:
@@ -353,6 +353,16 @@ class AlignDevicesHook(ModelHook):
     def _abort(self) -> None:
         if self._schedule is not None:
             self._schedule.abort()
+
+
+def _are_all_on(device: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether arguments are plain tensors on `device`, as most are: asking for the machine's accelerator takes as long as a tiny layer."""
+    if kwargs:
+        return False
+    for value in args:  # a generator for `all` would take longer than the answer
+        if type(value) is not torch.Tensor or value.device != device:
+            return False
+    return True
 
 
 def has_offloaded_params(module: nn.Module) -> bool:

@@ -17,12 +17,12 @@ import torch
 from ..constants import KiB
 from ..errors import BigModelError, DispatchError
 from .buffers import Buffer
-from .layout import Layout, Owner, Reading, Slot, lay_out
+from .layout import Layout, Owner, Reading, Slot, lay_out, swap_parameter
 from .lazy import LazyTensor, version_of
 from .pool import Pool
-from .transforms import outside_transforms
+from .transforms import in_transform, outside_transforms
 
-__all__ = ["SMALL_BYTES", "Counters", "Group", "swap_parameter"]
+__all__ = ["SMALL_BYTES", "Counters", "Group"]
 
 SMALL_BYTES = 256 * KiB
 """Groups in RAM below this many bytes are read when they are needed: handing one to the reader thread takes about as long (30 µs)."""
@@ -49,17 +49,6 @@ class _Present(NamedTuple):
     owners: list[Owner]
     returns: bool
     """Whether what a forward writes to it has to be brought to where it rests."""
-
-
-def swap_parameter(cls: type[torch.Tensor] | None, value: torch.Tensor, like: torch.Tensor, requires_grad: bool = False) -> torch.Tensor:
-    """`value` as a parameter of class `cls` with the attributes that `like` carries; `value` itself for a buffer (None)."""
-    if cls is None:
-        return value
-    made: torch.Tensor = torch.Tensor._make_subclass(cls, value, requires_grad)
-    attributes = like.__dict__
-    if len(attributes) > 1 or "origin" not in attributes:
-        made.__dict__.update({key: attribute for key, attribute in attributes.items() if key not in ("origin", "parameter_class")})
-    return made
 
 
 class Group:
@@ -127,8 +116,8 @@ class Group:
 
     @property
     def travels(self) -> bool:
-        """Whether its bytes are worth being brought ahead: they are not in RAM where the arithmetic runs."""
-        return self.layout.reading.nbytes + self.layout.paged_bytes > 0
+        """Whether its bytes are worth being brought ahead."""
+        return self.layout.travels
 
     @property
     def paged_bytes(self) -> int:
@@ -178,7 +167,10 @@ class Group:
         """Puts the real weights into their modules, once for all that are in at the same time."""
         with self._lock:
             if self._uses == 0:
-                with outside_transforms():
+                if in_transform():
+                    with outside_transforms():
+                        self._swap_in()
+                else:
                     self._swap_in()
             elif self._buffer is not None:
                 self.pool.wait_ready(self._buffer)
@@ -192,7 +184,10 @@ class Group:
                 self.pool.mark_used(self._buffer)
             self._uses -= 1
             if self._uses == 0:
-                with outside_transforms():
+                if in_transform():
+                    with outside_transforms():
+                        self._swap_out()
+                else:
                     self._swap_out()
 
     def begin_lookup(self) -> None:
@@ -236,7 +231,7 @@ class Group:
         return None
 
     def _swap_in(self) -> None:
-        layout = self.layout
+        layout = self._layout or self.layout
         if layout.paged_bytes >= SMALL_BYTES:
             self._wait_for_pages()
         if layout.reading.nbytes:
@@ -286,15 +281,18 @@ class Group:
                 if frozen and resting.requires_grad:
                     _tell_frozen(resting)
                 self._put(slot, swap_parameter(slot.parameter_class, view, resting, resting.requires_grad and not frozen), returns=True)
-            present = [(slot, lend(name), False) for slot, lend, name in layout.lent]
+            for lent in layout.lent:
+                asks = lent.slot.resting.requires_grad
+                if frozen and asks:
+                    _tell_frozen(lent.slot.resting)
+                self._put(lent.slot, lent.real(asks and not frozen), returns=False)
             for store, names, slots in layout.paged:
-                present += [(slot, value, True) for slot, value in zip(slots, store.pages(names), strict=True)]
-            for slot, value, returns in present:
-                resting = slot.resting
-                if frozen and resting.requires_grad:
-                    _tell_frozen(resting)
-                real = swap_parameter(slot.parameter_class, value, resting, resting.requires_grad and not frozen)
-                self._put(slot, real, returns=returns)
+                for slot, value in zip(slots, store.pages(names), strict=True):
+                    resting = slot.resting
+                    if frozen and resting.requires_grad:
+                        _tell_frozen(resting)
+                    real = swap_parameter(slot.parameter_class, value, resting, resting.requires_grad and not frozen)
+                    self._put(slot, real, returns=True)
             for slot in layout.elsewhere:
                 resting = slot.resting
                 if resting.requires_grad and frozen:
@@ -307,7 +305,8 @@ class Group:
         swapped = []
         resting = slot.resting
         for owner in slot.owners:
-            table, attribute = owner.table, owner.attribute
+            module, attribute = owner.module, owner.attribute
+            table: dict[str, Any] = module._buffers if owner.is_buffer else module._parameters
             # Whoever assigned another tensor (a replaced parameter, `torch.func.functional_call`) computes with that one.
             if table.get(attribute) is resting:
                 table[attribute] = real
@@ -320,8 +319,10 @@ class Group:
         changed = []
         for slot, real, version, owners, returns in present:
             for owner in owners:
-                if owner.table.get(owner.attribute) is real:
-                    owner.table[owner.attribute] = slot.resting
+                module, attribute = owner.module, owner.attribute
+                table: dict[str, Any] = module._buffers if owner.is_buffer else module._parameters
+                if table.get(attribute) is real:
+                    table[attribute] = slot.resting
             if returns and isinstance(slot.resting, LazyTensor) and (version_of(real) != version or _statistics(slot, owners)):
                 changed.append((slot.resting.origin, real.detach().to("cpu", copy=True)))
         del present

@@ -15,7 +15,18 @@ from ..protocols import PagedStore, Read, Store
 from .lazy import LazyTensor
 from .origin import Origin
 
-__all__ = ["Layout", "Owner", "Reading", "Slot", "lay_out"]
+__all__ = ["Layout", "Owner", "Reading", "Slot", "lay_out", "swap_parameter"]
+
+
+def swap_parameter(cls: type[torch.Tensor] | None, value: torch.Tensor, like: torch.Tensor, requires_grad: bool = False) -> torch.Tensor:
+    """`value` as a parameter of class `cls` with the attributes that `like` carries; `value` itself for a buffer (None)."""
+    if cls is None:
+        return value
+    made: torch.Tensor = torch.Tensor._make_subclass(cls, value, requires_grad)
+    attributes = like.__dict__
+    if len(attributes) > 1 or "origin" not in attributes:
+        made.__dict__.update({key: attribute for key, attribute in attributes.items() if key not in ("origin", "parameter_class")})
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +115,44 @@ class Paged(NamedTuple):
     slots: list[Slot]
 
 
+class Lent:
+    """A slot that needs no place in a flat buffer, since its tensor lies in RAM where the arithmetic runs.
+
+    The parameter that a forward computes with is made once: it is the same memory in every forward.
+    """
+
+    __slots__ = ("_address", "_lend", "_made", "slot")
+
+    def __init__(self, slot: Slot, lend: Callable[[str], torch.Tensor]) -> None:
+        self.slot = slot
+        self._lend = lend
+        self._made: torch.Tensor | None = None
+        self._address = 0
+
+    def real(self, requires_grad: bool) -> torch.Tensor:
+        """The tensor that takes the place of the resting one."""
+        made = self._made
+        # A forward may have given the parameter other data, or asked for its gradient.
+        if made is not None and made.requires_grad == requires_grad and made.data_ptr() == self._address:
+            return made
+        slot = self.slot
+        resting = slot.resting
+        assert isinstance(resting, LazyTensor)
+        made = swap_parameter(slot.parameter_class, self._lend(resting.origin.name), resting, requires_grad)
+        if len(resting.__dict__) == 1 and type(made) is nn.Parameter:  # no attributes, which may change
+            self._made, self._address = made, made.data_ptr()
+        return made
+
+
 class Layout(NamedTuple):
     places: list[Place]
     reading: Reading
-    lent: list[tuple[Slot, Callable[[str], torch.Tensor], str]]
-    """Slots that need no place in a flat buffer, since they lie in RAM where the arithmetic runs; what gives them, and under which name."""
+    lent: list[Lent]
     paged: list[Paged]
     """Slots that are used on mapped pages of files, by store."""
     paged_bytes: int
+    travels: bool
+    """Whether its bytes are worth being brought ahead: they are not in RAM where the arithmetic runs."""
     elsewhere: list[Slot]
     """Slots that rest on another device as real tensors."""
 
@@ -119,7 +160,7 @@ class Layout(NamedTuple):
 def lay_out(slots: Iterable[Slot], device: torch.device, generation: int) -> Layout:
     """Where the tensors of `slots` lie while a forward on `device` uses them."""
     places: list[Place] = []
-    lent: list[tuple[Slot, Callable[[str], torch.Tensor], str]] = []
+    lent: list[Lent] = []
     paged: dict[int, Paged] = {}
     elsewhere: list[Slot] = []
     reading = Reading(generation)
@@ -130,7 +171,7 @@ def lay_out(slots: Iterable[Slot], device: torch.device, generation: int) -> Lay
             continue
         lender = resting.origin.lender() if device.type == "cpu" else None
         if lender is not None:
-            lent.append((slot, lender, resting.origin.name))
+            lent.append(Lent(slot, lender))
             continue
         pager = resting.origin.pager() if device.type == "cpu" else None
         if pager is not None:
@@ -142,4 +183,4 @@ def lay_out(slots: Iterable[Slot], device: torch.device, generation: int) -> Lay
         stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         places.append(Place(slot, reading.add(resting.origin, shape, stride, dtype), shape, stride, dtype))
     paged_bytes = sum(slot.nbytes for of_store in paged.values() for slot in of_store.slots)
-    return Layout(places, reading, lent, list(paged.values()), paged_bytes, elsewhere)
+    return Layout(places, reading, lent, list(paged.values()), paged_bytes, reading.nbytes + paged_bytes > 0, elsewhere)

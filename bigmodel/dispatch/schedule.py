@@ -91,7 +91,7 @@ class Schedule:
     def enter(self, group: Group) -> None:
         """Enters the group and starts fetching the one that is expected next."""
         group.enter()
-        if self.prefetch and group.travels:
+        if self.prefetch and group.layout.travels:
             try:
                 self._step(group)
             except BaseException:

@@ -8,10 +8,15 @@ import torch
 
 from ..errors import DispatchError
 
-__all__ = ["check_not_transformed", "outside_transforms"]
+__all__ = ["check_not_transformed", "in_transform", "outside_transforms"]
 
 _peek = torch._C._functorch.peek_interpreter_stack
 _NOTHING = contextlib.nullcontext()
+
+
+def in_transform() -> bool:
+    """Whether a transform is running."""
+    return _peek() is not None
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[object]:
