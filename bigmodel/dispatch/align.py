@@ -75,6 +75,8 @@ class AlignDevicesHook(ModelHook):
     Offloaded weights are placeholders between forwards: reading one outside the forward fetches it.
     """
 
+    is_traced = False
+
     def __init__(
         self,
         execution_device: Any = None,
@@ -357,12 +359,7 @@ class AlignDevicesHook(ModelHook):
 
 def _are_all_on(device: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether arguments are plain tensors on `device`, as most are: asking for the machine's accelerator takes as long as a tiny layer."""
-    if kwargs:
-        return False
-    for value in args:  # a generator for `all` would take longer than the answer
-        if type(value) is not torch.Tensor or value.device != device:
-            return False
-    return True
+    return not kwargs and not any(type(value) is not torch.Tensor or value.device != device for value in args)
 
 
 def has_offloaded_params(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -44,8 +45,16 @@ def outside_compilation(function: F) -> F:
             _disabled[function] = torch.compiler.disable(function)
         return _disabled[function](*args, **kwargs)
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _skip(call)
     return call  # type: ignore[return-value]
+
+
+def _skip(function: Any) -> None:
+    """Lets torch.compile neither trace nor inline `function`, but what it calls. (`torch.compiler.disable` would import the compiler.)"""
+    frames: Any = torch._C._dynamo.eval_frame
+    actions = frames._FrameAction
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(actions.SKIP, actions.DEFAULT))
+    function._torchdynamo_disable = True
 
 
 _disabled: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -54,6 +63,8 @@ _disabled: dict[Callable[..., Any], Callable[..., Any]] = {}
 class ModelHook:
     """What may happen around a module's forward; every method does nothing by default."""
 
+    is_traced: bool = True
+    """Whether torch.compile may trace what the hook does together with the module. Otherwise the module's own forward is compiled alone."""
     no_grad: bool = False
     """Whether the forward runs under `torch.no_grad()`; read at each call."""
 
@@ -82,6 +93,7 @@ class SequentialHook(ModelHook):
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
+        self.is_traced = all(hook.is_traced for hook in hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         for hook in self.hooks:
@@ -138,6 +150,11 @@ def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return hook.post_forward(module, output)
 
 
+# The same with code of its own: traced with a hook that brings weights, it would be compiled anew for every module, up to a limit.
+_hooked_outside_compilation = types.FunctionType(_hooked_forward.__code__.replace(), globals(), "_hooked_outside_compilation")
+_skip(_hooked_outside_compilation)
+
+
 def _is_graph_module(module: nn.Module) -> bool:
     # torch.fx builds one class per module, named so, and writes a new `forward` into that class when it recompiles.
     return "GraphModuleImpl" in type(module).__name__ and hasattr(module, "graph")
@@ -154,7 +171,8 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     # The earlier hook stays as it is: detaching it and adding it again would bring all its weights back in between.
     module._hf_hook = SequentialHook(earlier, hook) if append and isinstance(earlier, ModelHook) else hook  # type: ignore[assignment]
     module._old_forward = old_forward  # type: ignore[assignment]
-    wrapper = functools.update_wrapper(functools.partial(_hooked_forward, module), old_forward)  # type: ignore[arg-type]
+    hooked = _hooked_forward if getattr(module._hf_hook, "is_traced", True) else _hooked_outside_compilation
+    wrapper = functools.update_wrapper(functools.partial(hooked, module), old_forward)  # type: ignore[arg-type]
     if _is_graph_module(module):
         type(module).forward = staticmethod(wrapper)
     else:
