@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,9 @@ def test_no_map_needs_more_than_its_budget(model: Decoder, load: bool, handed_on
         assert state is not None
         assert state.schedule.pool(device).overflows == 0
         del own, state
-        gc.collect()
+        deadline = time.monotonic() + 5
+        while torch.accelerator.memory_allocated(device) and time.monotonic() < deadline:
+            gc.collect()  # a reader thread may be about to let go of the last buffer
     assert offloaded >= 3
 
 

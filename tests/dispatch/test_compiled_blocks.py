@@ -1,4 +1,4 @@
-"""torch.compile of blocks whose weights move: hooks stay outside of what is compiled, and nothing is compiled anew for a step or a block."""
+"""torch.compile of blocks whose weights move: hooks stay outside of what is compiled, and steps and blocks share it."""
 
 from __future__ import annotations
 
