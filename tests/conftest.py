@@ -27,6 +27,10 @@ import simdev
 # Plans are made with what a developer's machine was measured to do, where it was. Tests see none of it.
 os.environ["BIGMODEL_CACHE"] = str(Path(tempfile.gettempdir()) / f"bigmodel-tests-{os.getpid()}")
 
+# The tests run side by side, one process a core; and memory that a kernel takes for each thread does not depend on the machine then.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
+
 AcceleratorsFactory = Callable[..., list[torch.device]]
 
 _build_error: simdev.SimulatorBuildError | None = None
