@@ -134,6 +134,7 @@ def measured_budgets() -> dict[DeviceKey, int]:
 
     Each is rounded down to a step of about 1/128 of the device, so that the same machine gives the same plan while other programs come
     and go a little.
+    "disk" gets no limit, whatever is free there: what rests on disk is the checkpoint itself, and nothing is written.
     """
     budgets = {key: _rounded_share(free, total, ACCELERATOR_SHARE) for key, (free, total) in _free_accelerator_bytes().items()}
     if not any(_shares_host_memory(device) for device in accelerators()):

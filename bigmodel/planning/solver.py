@@ -108,8 +108,8 @@ def solve(
     Where it is, more budget never moves more bytes. Equal units are dealt to the devices in model order.
 
     `mode` tells how what fits is spread ("sequential", "balanced", "balanced_low_0"). With `main_holds` the main device keeps at least one
-    unit, so that it can be recognized in the map. None if the compute devices cannot
-    run the model: none of them has room for its groups to pass through.
+    unit, so that it can be recognized in the map. None if the compute devices cannot run the model: none of them has room for its groups
+    to pass through.
     """
     resident = all_resident(units, compute, mode)
     if resident is not None:
