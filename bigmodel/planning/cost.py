@@ -317,7 +317,7 @@ def _transfer(stage: Stage, nbytes: int, machine: Machine, moving: Moving, *, is
     is_mapped = on_host and moving.maps_files and stage.file_bytes == stage.loaded_bytes
     if stage.rests_on == "disk":
         copying = machine.page_cache.seconds(nbytes)
-        if not is_mapped:
+        if not (is_mapped and is_cached):  # filling the page cache takes the cores as long as copying out of it does
             core_seconds += copying * min(machine.reading_threads, machine.cores)
         if not is_cached:
             legs.append((machine.disk.seconds(nbytes), "disk"))
