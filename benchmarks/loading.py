@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from main_job import empty_llama, forwards, make_model
-from side_by_side import compare, drop_from_page_cache, folder_bytes, fresh_process, run_worker_if_asked, worker
+from side_by_side import compare, drop_from_page_cache, folder_bytes, fresh_process, print_verdicts, run_worker_if_asked, worker
 from torch import nn
 
 CHUNK_BYTES = 8 << 20
@@ -379,12 +379,7 @@ def main() -> None:
     verdicts.append(("reader over plain reads, cold", rate["cold, reader over plain reads"], "≥", 0.85))
     verdicts.append(("reader over memory copy, warm", rate["warm, reader over memory copy"], "≥", 0.6))
     growth(root)
-    print("\n### What was asked for\n")
-    print("| figure | measured | asked | |")
-    print("|---|---:|---:|---|")
-    for name, value, sign, limit in verdicts:
-        holds = value <= limit if sign == "≤" else value >= limit
-        print(f"| {name} | {value:.2f} | {sign} {limit:.2f} | {'holds' if holds else 'falls short'} |")
+    print_verdicts(verdicts)
 
 
 if __name__ == "__main__":

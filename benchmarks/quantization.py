@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from main_job import make_model
-from side_by_side import compare, folder_bytes, fresh_process, run_worker_if_asked, worker
+from side_by_side import compare, folder_bytes, fresh_process, print_verdicts, run_worker_if_asked, worker
 
 ROUNDS = int(os.environ.get("BIGMODEL_BENCH_ROUNDS", "3"))
 SENTENCES = [
@@ -206,12 +206,7 @@ def main() -> None:
     verdicts += [(f"{name} equals transformers", quality[f"{name} equals transformers"], "≥", 1.0) for name in ("int8", "nf4", "nf4-dq")]
     for key, value in fresh_process(__file__, "generated_from_disk", arguments).items():
         verdicts.append((key, value, "≥", 1.0))
-    print("\n### What was asked for\n")
-    print("| figure | measured | asked | |")
-    print("|---|---:|---:|---|")
-    for name, value, sign, limit in verdicts:
-        holds = value <= limit if sign == "≤" else value >= limit
-        print(f"| {name} | {value:.2f} | {sign} {limit:.2f} | {'holds' if holds else 'falls short'} |")
+    print_verdicts(verdicts)
 
 
 if __name__ == "__main__":

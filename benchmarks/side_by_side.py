@@ -85,3 +85,13 @@ def drop_from_page_cache(folder: Path) -> None:
 
 def folder_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.exists() else 0
+
+
+def print_verdicts(verdicts: Sequence[tuple[str, float, str, float]]) -> None:
+    """A table of what was asked for: figure, measured value, "≤" or "≥", and the limit."""
+    print("\n### What was asked for\n")
+    print("| figure | measured | asked | |")
+    print("|---|---:|---:|---|")
+    for name, value, sign, limit in verdicts:
+        holds = value <= limit if sign == "≤" else value >= limit
+        print(f"| {name} | {value:.2f} | {sign} {limit:.2f} | {'holds' if holds else 'falls short'} |")

@@ -18,6 +18,7 @@ from .collecting import without_collecting
 from .errors import CheckpointError, CheckpointNotFoundError
 from .loading.formats.safetensors import DTYPES
 from .protocols import TensorSpec
+from .text import first_repeated
 
 __all__ = ["read_dump", "specs_in"]
 
@@ -44,9 +45,7 @@ def read_dump(file: Path) -> Any:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"it holds {twice!r} twice")
+        raise ValueError(f"it holds {first_repeated(key for key, _ in pairs)!r} twice")
     return table
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from .constants import GiB, KiB, MiB
 
-__all__ = ["bytes_text", "names_text", "printable"]
+__all__ = ["bytes_text", "first_repeated", "names_text", "printable"]
 
 
 def bytes_text(nbytes: int | None, *, short: bool = False) -> str:
@@ -43,3 +43,13 @@ def names_text(names: Iterable[str]) -> str:
         else:
             runs.append((stem, number, number, ""))
     return ", ".join(stem if first < 0 else f"{stem}{first}" if first == last else f"{stem}{first}–{last}" for stem, first, last, _ in runs)
+
+
+def first_repeated(names: Iterable[str]) -> str:
+    """The first name that stood before; there has to be one."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    raise ValueError("no name is repeated")

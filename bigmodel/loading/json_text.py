@@ -6,6 +6,7 @@ import json
 from typing import Any, Final
 
 from ..errors import CheckpointError
+from ..text import first_repeated
 from .location import CheckpointFile
 
 __all__ = ["parse_object"]
@@ -35,8 +36,7 @@ def parse_object(text: bytes, file: CheckpointFile, what: str) -> dict[str, Any]
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            twice = first_repeated(key for key, _ in pairs)
             raise CheckpointError(f"{file}: {what} holds {twice[:200]!r} twice.")
         return table
 

@@ -9,6 +9,8 @@ import types
 import typing
 from typing import Any, NoReturn
 
+from ..text import first_repeated
+
 __all__ = ["StrictJsonError", "decode", "parse"]
 
 
@@ -30,9 +32,7 @@ def parse(text: str) -> Any:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise StrictJsonError(f"{twice!r} comes twice")
+        raise StrictJsonError(f"{first_repeated(name for name, _ in pairs)!r} comes twice")
     return found
 
 
