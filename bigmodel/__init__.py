@@ -26,6 +26,7 @@ from .errors import (
     MissingPackageError,
     PlanError,
     QuantizationError,
+    TrainingError,
 )
 from .integrations.transformers import from_pretrained
 from .loading import Checkpoint, init_empty_weights, init_on_device, load_checkpoint_in_model
@@ -50,6 +51,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "QuantizationError",
+    "TrainingError",
     "cpu_offload",
     "cpu_offload_with_hook",
     "disk_offload",

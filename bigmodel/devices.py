@@ -26,6 +26,7 @@ __all__ = [
     "as_key",
     "available_host_bytes",
     "clear_device_cache",
+    "collective_name",
     "current_device",
     "device_memory",
     "device_name",
@@ -155,6 +156,11 @@ def device_name(device: torch.device) -> str:
         return _processor_name()
     name = getattr(_module(device), "get_device_name", None)
     return str(device) if name is None else str(name(device))
+
+
+def collective_name(device: torch.device) -> str:
+    """What the ecosystem calls processes that each drive such a device: `MULTI_` and this."""
+    return "GPU" if device.type == "cuda" else device.type.upper()
 
 
 def _processor_name() -> str:

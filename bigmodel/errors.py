@@ -16,6 +16,7 @@ __all__ = [
     "MissingPackageError",
     "PlanError",
     "QuantizationError",
+    "TrainingError",
 ]
 
 
@@ -57,3 +58,7 @@ class QuantizationError(BigModelError, ValueError):
 
 class MissingPackageError(BigModelError, ImportError):
     """An optional package is needed; the message says which, and how to install it."""
+
+
+class TrainingError(BigModelError, ValueError, RuntimeError):
+    """Processes, settings or data of a training job that do not fit together."""
