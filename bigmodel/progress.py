@@ -10,24 +10,12 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-__all__ = ["Progress", "ProgressCallback", "environment_flag"]
+from .settings import environment_flag
+
+__all__ = ["Progress", "ProgressCallback"]
 
 ProgressCallback = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
-
-
-def environment_flag(name: str, default: bool = False) -> bool:
-    """Whether `BIGMODEL_<name>` (or its alias `ACCELERATE_<name>`) says yes: 1, true, yes, y, on. Raises ValueError on other words."""
-    for prefix in ("BIGMODEL_", "ACCELERATE_"):
-        value = os.environ.get(prefix + name)
-        if value is None:
-            continue
-        if value.lower() in ("1", "true", "yes", "y", "t", "on"):
-            return True
-        if value.lower() in ("0", "false", "no", "n", "f", "off", ""):
-            return False
-        raise ValueError(f"Environment variable {prefix}{name} is {value!r}: use 1 or 0.")
-    return default
 
 
 class Progress:

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from bigmodel.progress import Progress, environment_flag
+from bigmodel.progress import Progress
 
 
 @pytest.fixture(autouse=True)
@@ -48,14 +48,3 @@ def test_the_callback_hears_of_every_step_from_any_thread():
         for thread in threads:
             thread.join()
     assert heard == [(10 * step, 100) for step in range(1, 11)]
-
-
-def test_flags_are_read_under_both_names(monkeypatch):
-    assert environment_flag("QUIET") is False
-    monkeypatch.setenv("ACCELERATE_QUIET", "yes")
-    assert environment_flag("QUIET") is True
-    monkeypatch.setenv("BIGMODEL_QUIET", "0")
-    assert environment_flag("QUIET") is False
-    monkeypatch.setenv("BIGMODEL_QUIET", "maybe")
-    with pytest.raises(ValueError, match="BIGMODEL_QUIET"):
-        environment_flag("QUIET")

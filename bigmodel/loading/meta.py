@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
 from ..collecting import without_collecting
-from ..progress import environment_flag
+from ..settings import environment_flag
 from .replace import new_parameter
 
 __all__ = ["init_empty_weights", "init_on_device"]

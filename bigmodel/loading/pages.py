@@ -21,7 +21,7 @@ import torch
 from ..constants import KiB, MiB
 from ..devices import reading_threads
 from ..errors import CheckpointError
-from ..progress import environment_flag
+from ..settings import environment_flag
 from .entry import Entry, contiguous_strides
 from .files import OpenFiles
 from .location import RemoteFile

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..devices import accelerators, collective_name
 from ..errors import TrainingError
-from ..progress import environment_flag
+from ..settings import environment_flag
 from .enums import DistributedType
 
 __all__ = ["PartialState", "wait_for_everyone"]
@@ -62,7 +62,7 @@ class PartialState:
         TrainingError: ranks in the environment that make no sense, or other arguments than the state was made with.
     """
 
-    _shared: ClassVar[dict[str, Any]] = {}
+    _shared_state: ClassVar[dict[str, Any]] = {}
 
     num_processes: int
     process_index: int
@@ -74,8 +74,8 @@ class PartialState:
     debug: bool
 
     def __init__(self, cpu: bool = False, *, backend: str | None = None, init_method: str | None = None, timeout: timedelta | None = None):
-        self.__dict__ = self._shared
-        if self.initialized:
+        self.__dict__ = self._shared_state
+        if "num_processes" in self._shared_state:
             if cpu and self.device.type != "cpu":
                 raise TrainingError(
                     f"This process already computes on {self.device}; ask for `cpu=True` where PartialState or Accelerator is made first."
@@ -98,7 +98,7 @@ class PartialState:
         launched = world > 1 or ("RANK" in os.environ and "MASTER_ADDR" in os.environ)
         if launched and not dist.is_initialized():
             _start_group(device, rank, world, backend, init_method, timeout)
-        self._shared.update(
+        self._shared_state.update(
             num_processes=world,
             process_index=rank,
             local_num_processes=local_world,
@@ -119,7 +119,7 @@ class PartialState:
     @property
     def initialized(self) -> bool:
         """Whether the state of this process is known."""
-        return "num_processes" in self._shared
+        return "num_processes" in self._shared_state
 
     @property
     def default_device(self) -> torch.device:
@@ -258,7 +258,7 @@ class PartialState:
     @classmethod
     def _reset_state(cls) -> None:
         """Forgets everything, for tests; the process group stays."""
-        cls._shared.clear()
+        cls._shared_state.clear()
 
 
 def _start_group(

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from bigmodel.errors import TrainingError
 from bigmodel.training.enums import DistributedType, PrecisionType
 from bigmodel.training.state import PartialState
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    PartialState._reset_state()
-    yield
-    PartialState._reset_state()
 
 
 def test_one_process_is_the_first_and_the_last() -> None:
