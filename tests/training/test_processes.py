@@ -58,7 +58,7 @@ def change_everything() -> None:
 
 
 def state_of_the_process() -> tuple[bool, bool, torch.dtype, float, str]:
-    made = bool(PartialState._shared)
+    made = bool(PartialState._shared_state)
     return made, PartialState().debug, torch.get_default_dtype(), torch.rand(()).item(), os.environ["WORLD_SIZE"]
 
 
