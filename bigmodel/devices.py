@@ -27,6 +27,7 @@ __all__ = [
     "available_host_bytes",
     "clear_device_cache",
     "collective_name",
+    "computes_bf16",
     "current_device",
     "device_memory",
     "device_name",
@@ -161,6 +162,14 @@ def device_name(device: torch.device) -> str:
 def collective_name(device: torch.device) -> str:
     """What the ecosystem calls processes that each drive such a device: `MULTI_` and this."""
     return "GPU" if device.type == "cuda" else device.type.upper()
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Whether a device computes in bfloat16; the CPU does, in software where need be."""
+    if device.type == "mps":
+        return torch.backends.mps.is_macos_or_newer(14, 0)
+    supported = None if device.type == "cpu" else getattr(_module(device), "is_bf16_supported", None)
+    return supported is None or bool(supported())
 
 
 def _processor_name() -> str:

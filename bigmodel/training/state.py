@@ -16,6 +16,7 @@ from ..devices import accelerators, collective_name
 from ..errors import TrainingError
 from ..settings import environment_flag
 from .enums import DistributedType
+from .environment import get_int_from_env
 
 __all__ = ["PartialState", "wait_for_everyone"]
 
@@ -26,16 +27,6 @@ RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RA
 WORLD_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
 LOCAL_WORLD_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
-
-
-def _number(variables: tuple[str, ...], default: int) -> int:
-    for variable in variables:
-        if variable in os.environ:
-            try:
-                return int(os.environ[variable])
-            except ValueError:
-                raise TrainingError(f"The environment variable {variable} is {os.environ[variable]!r}, not a whole number.") from None
-    return default
 
 
 class PartialState:
@@ -82,10 +73,10 @@ class PartialState:
                 )
             return
         cpu = cpu or environment_flag("USE_CPU")
-        world = dist.get_world_size() if dist.is_initialized() else _number(WORLD_VARIABLES, 1)
-        rank = dist.get_rank() if dist.is_initialized() else _number(RANK_VARIABLES, 0)
-        local_rank = _number(LOCAL_RANK_VARIABLES, rank)
-        local_world = _number(LOCAL_WORLD_VARIABLES, world)
+        world = dist.get_world_size() if dist.is_initialized() else get_int_from_env(WORLD_VARIABLES, 1)
+        rank = dist.get_rank() if dist.is_initialized() else get_int_from_env(RANK_VARIABLES, 0)
+        local_rank = get_int_from_env(LOCAL_RANK_VARIABLES, rank)
+        local_world = get_int_from_env(LOCAL_WORLD_VARIABLES, world)
         if not (0 <= rank < world and 0 <= local_rank < local_world <= world):
             raise TrainingError(
                 f"The launcher's numbers make no sense: rank {rank} of {world}, on this host {local_rank} of {local_world}. "
