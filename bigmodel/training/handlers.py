@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ..devices import accelerator_type
 from ..errors import TrainingError
@@ -150,7 +153,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
             DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
             DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
-            DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+            DDPCommunicationHookType.BATCHED_POWER_SGD: _batched_power_sgd(powerSGD_hook),
         }
         hook = hooks[self.comm_hook]
         if self.comm_wrapper == DDPCommunicationHookType.FP16:
@@ -158,7 +161,24 @@ class DistributedDataParallelKwargs(KwargsHandler):
         elif self.comm_wrapper == DDPCommunicationHookType.BF16:
             hook = default_hooks.bf16_compress_wrapper(hook)
         state = powerSGD_hook.PowerSGDState(model.process_group, **self.comm_state_option) if self.comm_hook in POWER_SGD else None
-        model.register_comm_hook(state, hook)
+
+        def communicate(state: Any, bucket: Any) -> Any:
+            return hook(state, bucket)
+
+        # torch looks at a hook's annotations; and it knows its bf16 hooks by their names, and refuses them where it has not tried them
+        # (gloo), although their collectives work.
+        communicate.__annotations__ = {}
+        model.register_comm_hook(state, communicate)
+
+
+def _batched_power_sgd(module: Any) -> Callable[..., Any]:
+    """torch's hook, which hands single matrices to a function that asserts that it gets stacks of them (so in torch 2.13)."""
+
+    def orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
+        module._orthogonalize(matrices.unsqueeze(0) if matrices.dim() == 2 else matrices, epsilon)
+
+    hook = module.batched_powerSGD_hook
+    return FunctionType(hook.__code__, {**vars(module), "_orthogonalize": orthogonalize}, hook.__name__, hook.__defaults__, hook.__closure__)
 
 
 def _hook(word: str, argument: str, known: tuple[DDPCommunicationHookType, ...]) -> DDPCommunicationHookType:

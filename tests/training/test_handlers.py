@@ -134,7 +134,7 @@ def test_a_profile_records_what_was_asked_for_and_writes_its_trace(tmp_path: Pat
     heard: list[Any] = []
     handler = ProfileKwargs(
         activities=["cpu"],
-        schedule_option={"wait": 1, "active": 2, "repeat": 1},
+        schedule_option={"wait": 1, "warmup": 1, "active": 2, "repeat": 1},
         on_trace_ready=heard.append,
         record_shapes=True,
         profile_memory=True,
@@ -143,7 +143,7 @@ def test_a_profile_records_what_was_asked_for_and_writes_its_trace(tmp_path: Pat
     )
     weight = torch.ones(8, 8)
     with handler.build() as profiler:
-        for _ in range(4):
+        for _ in range(5):
             weight @ weight
             profiler.step()
     assert heard == [profiler]
