@@ -36,20 +36,37 @@ from .planning import Plan, infer_auto_device_map
 from .plans import plan
 from .quantization import BnbQuantizationConfig
 from .quantize import load_and_quantize_model, quantization_report
+from .training.configuration import DataLoaderConfiguration
+from .training.enums import DDPCommunicationHookType, DistributedType
+from .training.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
 
 __all__ = [
+    "AutocastKwargs",
     "BigModelError",
     "BnbQuantizationConfig",
     "Checkpoint",
     "CheckpointError",
     "CheckpointNotFoundError",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
     "DispatchError",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "GradScalerKwargs",
+    "InitProcessGroupKwargs",
     "Machine",
     "MachineError",
     "MatchError",
     "MissingPackageError",
     "Plan",
     "PlanError",
+    "ProfileKwargs",
     "QuantizationError",
     "TrainingError",
     "cpu_offload",

@@ -178,7 +178,7 @@ def _batched_power_sgd(module: Any) -> Callable[..., Any]:
         module._orthogonalize(matrices.unsqueeze(0) if matrices.dim() == 2 else matrices, epsilon)
 
     hook = module.batched_powerSGD_hook
-    return FunctionType(hook.__code__, {**vars(module), "_orthogonalize": orthogonalize}, hook.__name__, hook.__defaults__, hook.__closure__)
+    return FunctionType(hook.__code__, {**vars(module), "_orthogonalize": orthogonalize})
 
 
 def _hook(word: str, argument: str, known: tuple[DDPCommunicationHookType, ...]) -> DDPCommunicationHookType:

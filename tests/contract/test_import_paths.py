@@ -34,12 +34,17 @@ HOOKS = """AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook Sequential
     attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook remove_hook_from_module
     remove_hook_from_submodules"""
 
+DATACLASSES = """AutocastKwargs ComputeEnvironment DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs
+    DistributedType DynamoBackend GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType
+    PrecisionType ProfileKwargs ProjectConfiguration RNGType SageMakerDistributedType TorchDynamoPlugin"""
+
 PATHS = {
     "bigmodel": TOP,
     "bigmodel.big_modeling": BIG_MODELING,
     "bigmodel.hooks": f"{HOOKS} PrefixedDataset find_device named_module_tensors send_to_device set_module_tensor_to_device",
     "bigmodel.utils": f"{UTILS} {OFFLOAD} {CONSTANTS}",
     "bigmodel.utils.constants": f"{CONSTANTS} SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
+    "bigmodel.utils.dataclasses": DATACLASSES,
     "bigmodel.utils.memory": "clear_device_cache",
     "bigmodel.utils.modeling": MODELING,
     "bigmodel.utils.offload": OFFLOAD,

@@ -69,9 +69,9 @@ def test_the_environment_sets_what_arguments_leave_open(monkeypatch: pytest.Monk
 
 
 def test_what_torch_cannot_compile_with_is_refused() -> None:
-    with pytest.raises(TrainingError, match="'inducktor'.*'inductor'"):
+    with pytest.raises(TrainingError, match=r"'inducktor'.*'inductor'"):
         TorchDynamoPlugin(backend="inducktor")  # type: ignore[arg-type]
-    with pytest.raises(TrainingError, match="reduce-overhead.*max_autotune"):
+    with pytest.raises(TrainingError, match=r"reduce-overhead.*max_autotune"):
         TorchDynamoPlugin(backend="inductor", mode="reduce-overhead", options={"max_autotune": True})  # type: ignore[arg-type]
 
 
@@ -84,7 +84,7 @@ def test_the_arguments_of_compilation_are_those_of_torch() -> None:
 
 def test_a_seed_needs_the_sampler_that_uses_it() -> None:
     assert DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3).data_seed == 3
-    with pytest.raises(TrainingError, match="data_seed=3.*use_seedable_sampler=True"):
+    with pytest.raises(TrainingError, match=r"data_seed=3.*use_seedable_sampler=True"):
         DataLoaderConfiguration(data_seed=3)
 
 
