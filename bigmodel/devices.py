@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import mmap
 import numbers
 import os
@@ -36,9 +37,12 @@ __all__ = [
     "machine_text",
     "on_stream",
     "private_bytes",
+    "random_state",
     "reading_threads",
+    "set_random_state",
     "synchronize",
     "unallocated_bytes",
+    "use_deterministic_algorithms",
 ]
 
 DeviceKey: TypeAlias = int | str
@@ -217,8 +221,36 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def clear_device_cache() -> None:
-    """Gives unused cached memory of the accelerators back to the driver."""
+def random_state(device: torch.device) -> torch.Tensor:
+    """The state of the device's default generator: uint8, one dimension, on the CPU."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    module = _module(device)
+    state: torch.Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+    return state
+
+
+def set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    """Makes the device's default generator go on from there."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    elif device.type == "mps":
+        _module(device).set_rng_state(state)
+    else:
+        _module(device).set_rng_state(state, device)
+
+
+def use_deterministic_algorithms() -> None:
+    """Equal inputs give equal results on one machine, where torch has such an algorithm; an operation without one raises."""
+    # Without a fixed workspace cuBLAS sums in an order that depends on the stream, and torch refuses to call it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Gives unused cached memory of the accelerators back to the driver; with `garbage_collection` Python's garbage goes first."""
+    if garbage_collection:
+        gc.collect()
     kind = accelerator_type()
     if kind is not None:
         empty = getattr(_module(torch.device(kind)), "empty_cache", None)

@@ -1,0 +1,150 @@
+"""Random number generators: seeded, made equal on all processes, kept as plain numbers and restored."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from ..devices import accelerator_type, accelerators, machine_text, random_state, set_random_state, use_deterministic_algorithms
+from ..errors import TrainingError
+from .enums import RNGType
+from .state import PartialState
+
+__all__ = ["restore_rng_states", "rng_states", "set_seed", "synchronize_rng_state", "synchronize_rng_states"]
+
+logger = logging.getLogger("bigmodel.utils.random")
+
+LAYOUT = 1
+"""Of what `rng_states` returns; counts up when a key changes its meaning."""
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seeds `random`, numpy and torch, on all devices.
+
+    Args:
+        seed: from 0; numpy takes its lower 32 bits.
+        device_specific: another seed on each process: `seed` and the process's rank.
+        deterministic: torch uses algorithms that repeat their results where it has them, which can be slower.
+    """
+    if device_specific:
+        seed += PartialState().process_index
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        use_deterministic_algorithms()
+
+
+def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torch.Generator | None = None) -> None:
+    """Every process goes on from the state that a generator has on the main process; each process has to call it.
+
+    Args:
+        rng_type: `"torch"` (the CPU's), a type of accelerator (this process's device), or `"generator"`; None: nothing happens.
+        generator: for `"generator"`, on the same kind of device in every process.
+
+    Raises:
+        TrainingError: an unknown word, an accelerator that is not there, `"generator"` without one.
+    """
+    if rng_type is None:
+        return
+    kind = _known(rng_type)
+    process = PartialState()
+    if kind == RNGType.GENERATOR:
+        if generator is None:
+            raise TrainingError("The states of a generator cannot be made equal without one: pass `generator`.")
+        generator.set_state(_of_the_main_process(generator.get_state(), process))
+        return
+    device = torch.device("cpu") if kind == RNGType.TORCH else process.device
+    if kind != RNGType.TORCH and device.type != kind:
+        raise TrainingError(f"rng_type={str(kind)!r}: this process computes on {device}; {machine_text()}.")
+    set_random_state(device, _of_the_main_process(random_state(device), process))
+
+
+def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None) -> None:
+    """`synchronize_rng_state` for several kinds; each process has to call it with the same ones."""
+    for rng_type in [_known(rng_type) for rng_type in rng_types]:
+        synchronize_rng_state(rng_type, generator)
+
+
+def rng_states() -> dict[str, Any]:
+    """The states of `random`, numpy's and torch's default generators, on the CPU and on every accelerator of this process.
+
+    Numbers, words, None, lists and dictionaries only: JSON keeps them, no pickle is needed, and no type of any library.
+    """
+    version, words, next_gauss = random.getstate()
+    return {
+        "layout": LAYOUT,
+        "python": {"version": version, "words": list(words), "next_gauss": next_gauss},
+        "numpy": _plain(numpy.random.get_state(legacy=False)),
+        "torch": {"cpu": [random_state(torch.device("cpu")).tolist()], **_states_of_accelerators()},
+    }
+
+
+def restore_rng_states(states: Mapping[str, Any]) -> None:
+    """The generators go on from what `rng_states` returned, here or elsewhere; nothing is changed where that cannot be.
+
+    On a machine with other accelerators than where the states were taken those of the CPU are restored, with a warning.
+
+    Raises:
+        TrainingError: what `rng_states` never returned, a layout of a later bigmodel, or a state that a library does not take.
+    """
+    if states.get("layout") != LAYOUT:
+        raise TrainingError(f"These random states have layout {states.get('layout')!r}; this bigmodel reads layout {LAYOUT}.")
+    before = rng_states()
+    try:
+        _restore(states)
+    except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        _restore(before)
+        raise TrainingError(f"These random states cannot be restored: {error!r}. All generators are as they were.") from error
+
+
+def _restore(states: Mapping[str, Any]) -> None:
+    python = states["python"]
+    random.setstate((python["version"], tuple(python["words"]), python["next_gauss"]))
+    numpy.random.set_state(states["numpy"])
+    kept = dict(states["torch"])
+    (cpu,) = kept.pop("cpu")
+    set_random_state(torch.device("cpu"), torch.tensor(cpu, dtype=torch.uint8))
+    here = accelerators()
+    there = [(kind, state) for kind, of_kind in kept.items() for state in of_kind]
+    if [kind for kind, _ in there] != [device.type for device in here]:
+        logger.warning(
+            "The random states are of %d accelerators (%s), but %s: random numbers on accelerators do not go on from there.",
+            len(there),
+            ", ".join(sorted({kind for kind, _ in there})) or "none",
+            machine_text(),
+        )
+        return
+    for device, (_, state) in zip(here, there, strict=True):
+        set_random_state(device, torch.tensor(state, dtype=torch.uint8))
+
+
+def _states_of_accelerators() -> dict[str, list[list[int]]]:
+    kind = accelerator_type()
+    return {} if kind is None else {kind: [random_state(device).tolist() for device in accelerators()]}
+
+
+def _known(rng_type: RNGType | str) -> RNGType:
+    if rng_type not in RNGType:
+        raise TrainingError(f"rng_type is {str(rng_type)!r}; use one of {RNGType.list()}.")
+    return RNGType(rng_type)
+
+
+def _of_the_main_process(state: torch.Tensor, process: PartialState) -> torch.Tensor:
+    if not process.use_distributed:
+        return state
+    shared = state.to(process.device)
+    dist.broadcast(shared, 0)
+    return shared.to(state.device)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
+    return value.tolist() if isinstance(value, (numpy.ndarray, numpy.generic)) else value
