@@ -36,6 +36,7 @@ __all__ = [
     "host_cores",
     "machine_text",
     "on_stream",
+    "pci_address",
     "private_bytes",
     "random_state",
     "reading_threads",
@@ -161,6 +162,17 @@ def device_name(device: torch.device) -> str:
         return _processor_name()
     name = getattr(_module(device), "get_device_name", None)
     return str(device) if name is None else str(name(device))
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Where an accelerator sits, as the system writes it (`"0000:3b:00.0"`); None where torch does not know, and for the CPU."""
+    read = None if device.type == "cpu" else getattr(_module(device), "get_device_properties", None)
+    if read is None:
+        return None
+    properties = read(device)
+    if not hasattr(properties, "pci_bus_id"):
+        return None
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def collective_name(device: torch.device) -> str:
