@@ -182,15 +182,19 @@ def runs_itself(module: nn.Module) -> bool:
 def reads_rows_only(module: nn.Module) -> bool:
     """Whether the module is an embedding whose forward reads only the rows that are looked up.
 
-    With `max_norm` the forward rewrites the weight in place, which needs the whole of it; so do sparse gradients and packed tables.
+    With `max_norm` the forward rewrites the weight in place, which needs the whole of it; so do sparse gradients, and packed tables that
+    do not say of themselves that they look up rows (`looks_up_rows`).
     """
-    return isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse and module.weight.is_floating_point()
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.sparse:
+        return False
+    return module.weight.is_floating_point() or getattr(module, "looks_up_rows", False)
 
 
 def row_tables(model: nn.Module) -> set[int]:
     """Identities (`id`) of the embedding tables of which a whole forward reads only the rows that are looked up: nothing else uses them."""
     modules = list(distinct_modules(model))
-    tables = {id(module.weight) for module in modules if isinstance(module, nn.Embedding) and reads_rows_only(module)}
+    holders = [module for module in modules if isinstance(module, nn.Embedding) and reads_rows_only(module)]
+    tables = {id(parameter) for module in holders for parameter in module._parameters.values()}
     if not tables:
         return tables
     uses = Counter([key for module in modules for parameter in module._parameters.values() if (key := id(parameter)) in tables])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,21 +16,23 @@ from .quantization import (
     Description,
     FourBit,
     Int8,
+    PackedEmbedding,
+    PackedLinear,
+    PackedStack,
+    PackedWeight,
     Places,
     Scheme,
     StoredWeight,
+    attach,
     described,
     is_linear,
     matrix_shape,
+    packed_layer,
+    packed_table,
     plain_forward,
     stacks_of,
     why_left,
 )
-
-if TYPE_CHECKING:
-    from .quantization.layers import Linear4bit, Linear8bitLt
-    from .quantization.packed_stack import PackedStack
-    from .quantization.packed_weight import PackedWeight
 
 __all__ = ["Filled", "fill_places"]
 
@@ -45,10 +46,10 @@ class Filled:
     scheme: Scheme
     packed: frozenset[str]
     """Full names of packed tensors, which keep their dtypes."""
-    stacks: dict[str, PackedStack]
-    """By full name."""
+    unpacking: dict[str, PackedWeight]
+    """Stacks and embeddings, which unpack to a dtype of their own, by full name of the parameter that they have taken the place of."""
     dtypes: dict[str, torch.dtype]
-    """Of the parameters that stacks have taken the place of."""
+    """Of these parameters."""
     undo: Callable[[], None]
     """Puts the model's own back."""
 
@@ -72,7 +73,7 @@ def fill_places(
         raise MatchError(f"{checkpoint.location} holds {len(stored)} packed weights, and none of them has a place in the model.")
     keys = _PackedKeys(filling.inner, filling.companions, frozenset(filling.consumed))
     used = scheme or filling.schemes[0]
-    return Filled(keys, used, frozenset(filling.packed), filling.stacks, filling.dtypes, filling.undo)
+    return Filled(keys, used, frozenset(filling.packed), filling.unpacking, filling.dtypes, filling.undo)
 
 
 class _Filling:
@@ -84,7 +85,7 @@ class _Filling:
         self.consumed: set[str] = set()
         self.packed: set[str] = set()
         self.schemes: list[Scheme] = []
-        self.stacks: dict[str, PackedStack] = {}
+        self.unpacking: dict[str, PackedWeight] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._descriptions: dict[str, Description] = {}
         self._places = Places(model)
@@ -103,10 +104,11 @@ class _Filling:
         """Puts the layer or stack of one weight into its place."""
         owner, key = owner_of(self.model, target)
         entry, description = self.checkpoint.entries[each.weight], self._descriptions.get(each.weight)
-        if not (is_linear(owner) and plain_forward(owner)) and key not in stacks_of(target.rpartition(".")[0], owner):
+        is_table = isinstance(owner, nn.Embedding) and type(owner).forward is nn.Embedding.forward
+        if not (is_table or (is_linear(owner) and plain_forward(owner))) and key not in stacks_of(target.rpartition(".")[0], owner):
             raise QuantizationError(
-                f"{each.weight} is packed, and {target} belongs to a {type(owner).__name__}: only linear layers and stacks of expert "
-                "matrices can be."
+                f"{each.weight} is packed, and {target} belongs to a {type(owner).__name__}: only linear layers, embeddings and stacks of "
+                "expert matrices can be."
             )
         own = _scheme_of_stored(each, entry, description, self.scheme)
         shape = entry.shape if description is None else description.shape
@@ -117,29 +119,34 @@ class _Filling:
         placed: PackedWeight
         if is_linear(owner):
             prefix, placed = self._put_layer(owner, target, own, original)
+        elif isinstance(owner, nn.Embedding):
+            prefix, placed = self._put_table(owner, target, own, original)
         else:
             prefix, placed = self._put_stack(owner, target, key, each, own, original)
         self.companions |= {prefix + attribute: Whole(name) for attribute, name in each.companions.items()}
         if description is not None and description.nested_offset is not None:
-            self.companions[f"{prefix}nested_offset"] = _constant(description.nested_offset, each.description or "")
+            self.companions[f"{prefix}nested_offset"] = _constant(description.nested_offset, each.description or "", placed.specs())
             placed.nested_offset_value = description.nested_offset
         self.packed |= {prefix + attribute for attribute in own.format.tensors((1, 1))}
         self.consumed |= set(each.beside())
         self.schemes.append(own)
 
-    def _put_layer(self, linear: nn.Module, target: str, own: Scheme, original: torch.dtype) -> tuple[str, Linear4bit | Linear8bitLt]:
-        from .quantization.layers import packed_layer  # imports bitsandbytes, which takes seconds
-
+    def _put_layer(self, linear: nn.Module, target: str, own: Scheme, original: torch.dtype) -> tuple[str, PackedLinear]:
         layer = packed_layer(linear, own, original)
         self._places.put(linear, layer)
         self._replaced.append((linear, layer))
         return target.removesuffix("weight"), layer
 
+    def _put_table(self, embedding: nn.Embedding, target: str, own: Scheme, original: torch.dtype) -> tuple[str, PackedEmbedding]:
+        table = packed_table(embedding, own.format, original)
+        self._places.put(embedding, table)
+        self._replaced.append((embedding, table))
+        self.unpacking[target], self.dtypes[target] = table, embedding.weight.dtype
+        return target.removesuffix("weight"), table
+
     def _put_stack(
         self, owner: nn.Module, target: str, key: str, each: StoredWeight, own: Scheme, original: torch.dtype
     ) -> tuple[str, PackedStack]:
-        from .quantization.packed_stack import PackedStack, attach  # imports bitsandbytes, which takes seconds
-
         module, _, _ = target.rpartition(".")
         parent = self.model.get_submodule(module.rpartition(".")[0])
         reason = why_left(owner, parent, key)
@@ -149,7 +156,7 @@ class _Filling:
         assert parameter is not None
         stack = PackedStack(tuple(parameter.shape), own.format, original)
         self._detach.append(attach(owner, key, stack))
-        self.stacks[target], self.dtypes[target] = stack, parameter.dtype
+        self.unpacking[target], self.dtypes[target] = stack, parameter.dtype
         self.companions[f"{target}.weight"] = Whole(each.weight)
         self.consumed.add(each.weight)
         return f"{target}.", stack
@@ -204,6 +211,7 @@ def _scheme_of_stored(each: StoredWeight, entry: Entry, description: Description
     return replace(scheme, format=packing)
 
 
-def _constant(value: float, entry: str) -> Computed:
+def _constant(value: float, entry: str, specs: Mapping[str, TensorSpec]) -> Computed:
     """A number as a tensor. (A source reads something; this one reads the few bytes of the description that the number comes from.)"""
-    return Computed((Whole(entry),), lambda _: torch.tensor(value, dtype=torch.float32), (), torch.float32)
+    shape = specs["nested_offset"].shape
+    return Computed((Whole(entry),), lambda _: torch.full(shape, value, dtype=torch.float32), shape, torch.float32)

@@ -28,12 +28,12 @@ from .quantization import (
     FourBit,
     Scheme,
     WeightPacker,
+    chosen_by,
     install,
     note_scheme,
     packed_layers,
     run_by_index,
     scheme_of,
-    select,
     stacks_of,
     stored_weights,
 )
@@ -107,8 +107,8 @@ def quantized_load(
         filled = fill_places(model, checkpoint, stored, scheme, rules)
         used = filled.scheme
         rule = _dtype_rule(used, dtype if dtype is not None else used.dtype, dtype_of, filled.packed)
-        for name, stack in filled.stacks.items():
-            stack.original_dtype = rule(name, TensorSpec(stack.shape, filled.dtypes[name]), stack.original_dtype)
+        for name, each in filled.unpacking.items():
+            each.original_dtype = rule(name, TensorSpec(each.shape, filled.dtypes[name]), each.original_dtype)
         try:
             yield QuantizedLoad(rule, filled.rules, used)
         except BaseException:
@@ -118,10 +118,10 @@ def quantized_load(
     assert scheme is not None
     if scheme.dtype is not None and dtype is None:
         dtype = scheme.dtype
-    chosen = select(model, scheme.format.skip_modules, scheme.format.kept)
+    chosen = chosen_by(scheme.format, model)
     rule = _dtype_rule(scheme, dtype, dtype_of)
     file = None if not packed_cache else _packed_file(checkpoint, scheme, dtype, packed_cache)
-    yield QuantizedLoad(rule, rules, scheme, WeightPacker(scheme.format, chosen.packed, chosen.stacks), file)
+    yield QuantizedLoad(rule, rules, scheme, WeightPacker(scheme.format, chosen.packed, chosen.stacks, chosen.tables), file)
 
 
 def _dtype_rule(scheme: Scheme, dtype: torch.dtype | str | None, dtype_of: DtypeOf | None, packed: frozenset[str] = frozenset()) -> DtypeOf:
@@ -171,7 +171,7 @@ def _note_offsets(model: nn.Module, store: Store) -> None:
         for name, layer in packed_layers(model).items()
         if isinstance(layer.packing, FourBit) and layer.packing.double_quant and layer.nested_offset_value is None
     }
-    values = {name: torch.empty((), dtype=torch.float32) for name in waiting}
+    values = {name: torch.empty(store.spec(name).shape, dtype=torch.float32) for name in waiting}
     store.read_into([Read(name, value) for name, value in values.items()])
     for name, layer in waiting.items():
         layer.nested_offset_value = values[name].item()

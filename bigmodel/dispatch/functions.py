@@ -159,8 +159,8 @@ def _embedding(
     group = table.origin.group() if table.origin.group is not None else None
     if group is not None and group.in_use:
         return NotImplemented
-    store, _ = table.origin.source
-    if isinstance(table.origin, View) or not store.spec(table.origin.name).dtype.is_floating_point:
+    store, casts = table.origin.source
+    if isinstance(table.origin, View) or (casts and not store.spec(table.origin.name).dtype.is_floating_point):
         return NotImplemented
     rows, inverse = torch.unique(ids, return_inverse=True)
     rows = rows.to(CPU, torch.int64)

@@ -28,7 +28,7 @@ class SharedWork:
         self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
         """Every distinct tensor with its first name, once the model has been walked over."""
         self._largest_packed: dict[str, int] = {}
-        """Elements of the largest weight that each packed format packs."""
+        """The most elements that are unpacked at once for a product, by name of the packed format."""
         self._packed_shares: dict[str, float] = {}
         """Of all elements, by name of the format."""
         self._needs: dict[tuple[DtypeLike | None, Workload, bool], Needs] = {}
@@ -45,8 +45,9 @@ class SharedWork:
             self._inventories[key] = self._walked(request, rule) if known is None else self._resized(known, rule)
             if format_ is not None:
                 self._packed_shares[format_.name] = self._share(packed_sizes)
-                packed = (tensor.numel() for name, tensor in self._tensors.values() if name in packed_sizes)
-                self._largest_packed[format_.name] = max(packed, default=0)
+                tables = self._inventories[key].row_tables  # of which a lookup unpacks its rows alone
+                packed = (tensor for name, tensor in self._tensors.values() if name in packed_sizes and id(tensor) not in tables)
+                self._largest_packed[format_.name] = max(map(_unpacked_elements, packed), default=0)
         return self._inventories[key]
 
     def packing_notes(self, request: Request) -> list[str]:
@@ -77,7 +78,9 @@ class SharedWork:
         return replace(known, nbytes={key: rule(*self._tensors[key]) for key in known.nbytes})
 
     def needs(self, request: Request) -> Needs:
-        """What the run needs beside weights. A packed weight is unpacked for its product: there is room for the largest of them."""
+        """What the run needs beside weights. A packed weight is unpacked for its product: there is room for the largest of them, or two
+        matrices of a stack.
+        """
         on_accelerator = any(budget > 0 for key, budget in request.budgets.items() if key not in ("cpu", "disk"))
         key = (request.dtype, request.workload, on_accelerator)
         if key not in self._needs:
@@ -94,3 +97,8 @@ class SharedWork:
         if self._facts is None:
             self._facts = facts_of(request.model, self.inventory(request))
         return self._facts
+
+
+def _unpacked_elements(weight: torch.Tensor) -> int:
+    """Elements of a packed weight that are unpacked at once. Experts run one by one; what holds one matrix may ask for the next."""
+    return weight.numel() if weight.dim() < 3 else weight.numel() // max(1, weight.shape[0]) * min(2, weight.shape[0])

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from .config import BnbQuantizationConfig, Scheme, scheme_of, transformers_config
 from .description import Description, described
-from .formats import FORMAT_NAMES, FourBit, Int8, PackedFormat, weight_format
+from .formats import FORMAT_NAMES, weight_format
+from .four_bit import FourBit
+from .int8 import Int8
 from .matrices import is_linear, matrix_shape, plain_forward
+from .packed_embedding import PackedEmbedding, packed_table
+from .packed_format import PackedFormat, chosen_by
+from .packed_linear import PackedLinear, packed_layer
+from .packed_stack import PackedStack, attach
+from .packed_weight import PackedWeight
 from .packer import WeightPacker
 from .replacement import Places, has_4bit_bnb_layers, has_packed_stacks, install, pack, packed_layers, replace_with_bnb_layers, run_by_index
 from .report import LayerReport, QuantizationReport, note_scheme, report
@@ -20,13 +27,19 @@ __all__ = [
     "FourBit",
     "Int8",
     "LayerReport",
+    "PackedEmbedding",
     "PackedFormat",
+    "PackedLinear",
+    "PackedStack",
+    "PackedWeight",
     "Places",
     "QuantizationReport",
     "Scheme",
     "Selection",
     "StoredWeight",
     "WeightPacker",
+    "attach",
+    "chosen_by",
     "described",
     "has_4bit_bnb_layers",
     "has_packed_stacks",
@@ -37,7 +50,9 @@ __all__ = [
     "matrix_shape",
     "note_scheme",
     "pack",
+    "packed_layer",
     "packed_layers",
+    "packed_table",
     "plain_forward",
     "replace_with_bnb_layers",
     "report",

@@ -12,7 +12,9 @@ import torch
 
 from ..errors import QuantizationError
 from ..planning import CustomDtype
-from .formats import FourBit, Int8, PackedFormat
+from .four_bit import FourBit
+from .int8 import Int8
+from .packed_format import PackedFormat
 
 __all__ = ["BnbQuantizationConfig", "Scheme", "scheme_of", "transformers_config"]
 
@@ -44,11 +46,14 @@ class BnbQuantizationConfig:
     """Names of modules that are left as they are: whole names, or runs of a name's components. None: the output head and tied weights."""
     keep_in_fp32_modules: list[str] | None = None
     """Names of modules that are left as they are, in float32."""
+    pack_embeddings: bool = False
+    """Whether embedding tables are packed as well. A lookup unpacks its rows and no others. A table that is tied to another module (the
+    output head) is refused by name."""
     target_dtype: torch.dtype | CustomDtype = field(init=False)
     """What the packed elements count as in a plan."""
 
     def __post_init__(self) -> None:
-        for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
+        for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant", "pack_embeddings"):
             if not isinstance(getattr(self, name), bool):
                 raise QuantizationError(f"{name} must be a bool; it is {getattr(self, name)!r}.")
         if self.load_in_8bit == self.load_in_4bit:
@@ -119,12 +124,14 @@ def scheme_of(config: object) -> Scheme:
         skip_modules=None if skipped is None else list(skipped),
     )
     left = None if skipped is None else tuple(skipped)
+    tables = bool(getattr(given, "pack_embeddings", False))
     found: PackedFormat
     if checked.load_in_8bit:
-        found = Int8(skip_modules=left, kept=in_fp32)
+        found = Int8(skip_modules=left, kept=in_fp32, embeddings=tables)
     else:
         storage = torch.uint8 if ours else _dtype("bnb_4bit_quant_storage", _torch_dtype(given.bnb_4bit_quant_storage))
-        found = FourBit(checked.bnb_4bit_quant_type, checked.bnb_4bit_use_double_quant, storage=storage, skip_modules=left, kept=in_fp32)
+        kind, double = checked.bnb_4bit_quant_type, checked.bnb_4bit_use_double_quant
+        found = FourBit(kind, double, storage, skip_modules=left, kept=in_fp32, embeddings=tables)
     assert isinstance(checked.bnb_4bit_compute_dtype, torch.dtype)
     return Scheme(found, checked.bnb_4bit_compute_dtype, float(given.llm_int8_threshold), given.torch_dtype if ours else None, in_fp32)
 

@@ -12,16 +12,14 @@ from typing import Any
 import torch
 
 from ..errors import QuantizationError
-from .formats import BLOCK, STATISTICS_BLOCK, FourBit
+from .four_bit import BLOCK, STATISTICS_BLOCK, FourBit
 
-__all__ = ["BARE_DESCRIPTION", "DESCRIPTION", "STATE_NAMES", "Description", "described", "description_of"]
+__all__ = ["DESCRIPTION", "STATE_NAMES", "Description", "described", "description_of"]
 
-BARE_DESCRIPTION = "quant_state.bitsandbytes__"
-"""Below the name of a packed parameter that is no layer's weight (`bitsandbytes.nn.parametrize`), followed by the type."""
-DESCRIPTION = f"weight.{BARE_DESCRIPTION}"
-"""Beside the weight, followed by the type (`nf4`, `fp4`): the name of the description in a state dict."""
-STATE_NAMES = {name: f"weight.{name}" for name in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")}
-"""Companion → its name in a state dict. The mean of double quantization (`nested_offset`) is part of the description."""
+DESCRIPTION = "quant_state.bitsandbytes__"
+"""Below the name of the weight, followed by the type (`nf4`, `fp4`): the name of the description in a state dict."""
+STATE_NAMES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+"""Companions that a state dict has below the name of the weight. The mean of the scales (`nested_offset`) is in the description."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,11 @@ from typing import Final
 
 import bitsandbytes.functional as kernels
 import torch
+from torch.nn.functional import embedding as look_up
 
-from .formats import BLOCK, STATISTICS_BLOCK, FourBit
+from .four_bit import BLOCK, STATISTICS_BLOCK, FourBit
 
-__all__ = ["code_4bit", "nested_statistics", "pack_4bit", "pack_8bit", "state_4bit", "unpack_4bit", "unpack_8bit"]
+__all__ = ["code_4bit", "nested_statistics", "pack_4bit", "pack_8bit", "state_4bit", "unpack_4bit", "unpack_8bit", "unpack_blocks_4bit"]
 
 PART_ELEMENTS: Final = 1 << 17
 """What is packed at once on the CPU (a multiple of every block size): the kernels' scratch memory, about 30 bytes an element, stays in the
@@ -76,6 +77,7 @@ def unpack_4bit(packing: FourBit, tensors: Mapping[str, torch.Tensor], start: in
     """
     computed = dtype if dtype in KERNEL_DTYPES else torch.float32
     first, last = start // BLOCK, -(-(start + count) // BLOCK)
+    tensors = {name: tensor.view(-1) for name, tensor in tensors.items()}
     scales = tensors["absmax"][first:last]
     if packing.double_quant:
         low, high = first // STATISTICS_BLOCK, -(-last // STATISTICS_BLOCK)
@@ -86,7 +88,7 @@ def unpack_4bit(packing: FourBit, tensors: Mapping[str, torch.Tensor], start: in
         scales = kernels.dequantize_blockwise(tensors["absmax"][at : high * STATISTICS_BLOCK], state) + tensors["nested_offset"]
         scales = scales[first - at : last - at]
     skipped = start - first * BLOCK
-    packed = tensors["weight"].view(torch.uint8).view(-1)[first * BLOCK // 2 : -(-(start + count) // 2)]
+    packed = tensors["weight"].view(torch.uint8)[first * BLOCK // 2 : -(-(start + count) // 2)]
     of_part = kernels.QuantState(
         absmax=scales,
         shape=torch.Size((skipped + count,)),
@@ -97,6 +99,40 @@ def unpack_4bit(packing: FourBit, tensors: Mapping[str, torch.Tensor], start: in
     )
     values: torch.Tensor = kernels.dequantize_4bit(packed.view(-1, 1), of_part)
     return values.view(-1)[skipped:].to(dtype)
+
+
+def unpack_blocks_4bit(
+    packing: FourBit, tensors: Mapping[str, torch.Tensor], columns: int, rows: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The rows `rows` (n, int64) of a table of `columns`, of any floating dtype: (n, columns). The packed tensors are `FourBit.table`'s.
+
+    They are read as embeddings are, so that what rests elsewhere is read by rows. Raises IndexError for a row that there is not.
+    """
+    computed = dtype if dtype in KERNEL_DTYPES else torch.float32
+    first = rows * columns // BLOCK
+    of_row = 1 + (columns + BLOCK - 2) // BLOCK if columns % BLOCK else columns // BLOCK
+    blocks = first.unsqueeze(1) + torch.arange(of_row, device=rows.device)
+    blocks[:, 1:].clamp_(max=tensors["weight"].shape[0] - 1)  # a row that ends where a block ends does not need one more
+    blocks = blocks.view(-1)
+    scales = look_up(blocks, tensors["absmax"]).view(-1)
+    if packing.double_quant:
+        nested = look_up(blocks // STATISTICS_BLOCK, tensors["nested_absmax"]).view(-1)
+        values = look_up(scales.int(), tensors["nested_quant_map"]).view(-1)
+        scales = values * nested + look_up(torch.zeros(1, dtype=torch.int64, device=rows.device), tensors["nested_offset"]).view(())
+    state = kernels.QuantState(
+        absmax=scales,
+        shape=torch.Size((blocks.numel() * BLOCK,)),
+        code=look_up(torch.arange(16, device=rows.device), tensors["quant_map"]).view(-1),
+        blocksize=BLOCK,
+        quant_type=packing.quant_type,
+        dtype=computed,
+    )
+    packed = look_up(blocks, tensors["weight"]).view(torch.uint8).view(-1, 1)
+    unpacked: torch.Tensor = kernels.dequantize_4bit(packed, state).view(rows.numel(), of_row * BLOCK)
+    if columns % BLOCK:
+        places = (rows * columns - first * BLOCK).unsqueeze(1) + torch.arange(columns, device=rows.device)
+        unpacked = unpacked.gather(1, places)
+    return unpacked.to(dtype)
 
 
 def pack_8bit(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Packed linear layers: bitsandbytes' own, with every companion of the weight registered beside it.
+"""bitsandbytes' packed linear layers, with every companion of the weight registered beside it.
 
 bitsandbytes keeps the companions (absmax, nested statistics, SCB) as attributes of the parameter or of the layer, where nothing that moves,
 offloads or counts tensors finds them. Here each is a frozen parameter of the layer: what brings the weight brings them. State dicts have
@@ -8,7 +8,6 @@ bitsandbytes' names. Importing this imports bitsandbytes.
 from __future__ import annotations
 
 import copy
-import math
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -18,35 +17,13 @@ import torch
 from bitsandbytes.functional import QuantState
 from torch import nn
 
-from ..errors import QuantizationError
-from .config import Scheme
-from .description import DESCRIPTION, STATE_NAMES, described, description_of
-from .formats import BLOCK, FourBit, PackedFormat
-from .kernels import state_4bit, unpack_4bit, unpack_8bit
-from .matrices import is_transposed, matrix_shape
+from .four_bit import BLOCK, FourBit
+from .kernels import state_4bit, unpack_8bit
 from .multiply import multiply
-from .packed_weight import PackedWeight
+from .packed_format import PackedFormat
+from .packed_linear import PackedLinear
 
-__all__ = ["Linear4bit", "Linear8bitLt", "PackedLinear", "packed_layer"]
-
-
-class PackedLinear(PackedWeight):
-    """What both kinds of packed layers share."""
-
-    in_features: int
-    out_features: int
-    bias: nn.Parameter | None
-    from_transposed: bool = False
-    """Whether the layer that this one took the place of kept its weight as (in, out)."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the weight, were it not packed."""
-        return (self.out_features, self.in_features)
-
-    def original_name(self, name: str) -> str:
-        """Full name of the weight before it was packed, where the layer is called `name`."""
-        return f"{name}.weight"
+__all__ = ["Linear4bit", "Linear8bitLt"]
 
 
 class LinkedState(QuantState):
@@ -90,7 +67,9 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
         compute_dtype: torch.dtype | None = None,
         original_dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(in_features, out_features, False, compute_dtype, packing.double_quant, packing.quant_type, packing.storage, "meta")
+        bitsandbytes.nn.Linear4bit.__init__(
+            self, in_features, out_features, False, compute_dtype, packing.double_quant, packing.quant_type, packing.storage, "meta"
+        )
         self.packing = packing
         self.original_dtype = original_dtype
         self._fill_with_meta()
@@ -142,40 +121,12 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
             return result
 
         def unpack(packed: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            return _unpacked_4bit(packing, shape, original, packed)
+            return packing.unpack({name: tensor.detach() for name, tensor in packed.items()}, shape, original)
 
         return multiply(x.to(dtype), bias, tensors, product, unpack).to(given)
 
-    def unpacked(self) -> torch.Tensor:
-        """The weight (out_features, in_features), of `original_dtype`, that the packed bytes stand for."""
-        return _unpacked_4bit(self.packing, self.shape, self.original_dtype, self.packed_tensors())
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
-        for name, saved in STATE_NAMES.items():
-            if prefix + name in destination:
-                destination[prefix + saved] = destination.pop(prefix + name)
-        destination.pop(prefix + "nested_offset", None)
-        description = description_of(self.packing, self.shape, self.original_dtype, self.nested_offset_value)
-        destination[f"{prefix}{DESCRIPTION}{self.packing.quant_type}"] = description
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        for name, saved in STATE_NAMES.items():
-            if prefix + saved in state_dict:
-                state_dict[prefix + name] = state_dict.pop(prefix + saved)
-        content = state_dict.pop(f"{prefix}{DESCRIPTION}{self.packing.quant_type}", None)
-        if content is not None:
-            found = described(f"{prefix}weight", content)
-            if found.shape != self.shape or found.double_quant != self.packing.double_quant:
-                raise QuantizationError(
-                    f"{prefix}weight: packed from {list(found.shape)}, double quantization {found.double_quant}; the layer has "
-                    f"{list(self.shape)}, {self.packing.double_quant}."
-                )
-            self.original_dtype = found.dtype
-            if found.nested_offset is not None:
-                self.nested_offset_value = found.nested_offset
-                state_dict[prefix + "nested_offset"] = torch.tensor(found.nested_offset)
-        nn.Module._load_from_state_dict(self, state_dict, prefix, *arguments)
+    def _note_loaded(self, dtype: torch.dtype) -> None:
+        self.original_dtype = dtype
 
 
 class Linear8bitLt(PackedLinear, bitsandbytes.nn.Linear8bitLt):
@@ -191,7 +142,9 @@ class Linear8bitLt(PackedLinear, bitsandbytes.nn.Linear8bitLt):
         threshold: float = 0.0,
         original_dtype: torch.dtype = torch.float16,
     ) -> None:
-        super().__init__(in_features, out_features, False, has_fp16_weights=False, threshold=threshold, device="meta")
+        bitsandbytes.nn.Linear8bitLt.__init__(
+            self, in_features, out_features, False, has_fp16_weights=False, threshold=threshold, device="meta"
+        )
         self.packing = packing
         self.original_dtype = original_dtype
         self._fill_with_meta()
@@ -233,29 +186,3 @@ class Linear8bitLt(PackedLinear, bitsandbytes.nn.Linear8bitLt):
         rows = x.flatten(0, -2) if x.dim() > 3 else x
         result = multiply(rows, bias, self.packed_tensors(), product, lambda packed: unpack_8bit(packed["weight"], packed["SCB"]).to(dtype))
         return result.unflatten(0, x.shape[:-1]) if x.dim() > 3 else result
-
-    def unpacked(self) -> torch.Tensor:
-        """The weight (out_features, in_features), of `original_dtype`, that the packed bytes stand for."""
-        packed = self.packed_tensors()
-        return unpack_8bit(packed["weight"].detach(), packed["SCB"].detach()).to(self.original_dtype)
-
-
-def _unpacked_4bit(packing: FourBit, shape: tuple[int, ...], dtype: torch.dtype, packed: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    tensors = {name: tensor.detach() for name, tensor in packed.items()}
-    return unpack_4bit(packing, tensors, 0, math.prod(shape), dtype).view(shape)
-
-
-def packed_layer(linear: nn.Module, scheme: Scheme, original_dtype: torch.dtype) -> Linear4bit | Linear8bitLt:
-    """The packed layer, on meta, that takes the place of `linear`; its bias is that of `linear`, frozen."""
-    out_features, in_features = matrix_shape(linear)
-    layer: Linear4bit | Linear8bitLt
-    if isinstance(scheme.format, FourBit):
-        layer = Linear4bit(in_features, out_features, scheme.format, scheme.compute_dtype, original_dtype)
-    else:
-        layer = Linear8bitLt(in_features, out_features, scheme.format, scheme.threshold, original_dtype)
-    layer.bias = linear._parameters["bias"]
-    layer.from_transposed = is_transposed(linear)
-    if layer.bias is not None:
-        layer.bias.requires_grad_(False)
-    layer.train(linear.training)
-    return layer

@@ -1,4 +1,4 @@
-"""A packed stack of expert matrices, of which single ones are unpacked when they are asked for. Importing this imports bitsandbytes."""
+"""A packed stack of expert matrices, of which single ones are unpacked when they are asked for."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import QuantizationError
-from .description import BARE_DESCRIPTION, described, description_of
-from .formats import FourBit, PackedFormat
-from .kernels import unpack_4bit, unpack_8bit
+from .packed_format import PackedFormat
 from .packed_weight import PackedWeight
 
 __all__ = ["PackedStack", "attach"]
@@ -81,9 +79,7 @@ class PackedStack(PackedWeight):
             raise IndexError(f"There is no expert {number}: there are {count}.")
         number %= count
         tensors = {name: tensor.detach() for name, tensor in self.packed_tensors().items()}
-        if isinstance(self.packing, FourBit):
-            return unpack_4bit(self.packing, tensors, number * rows * columns, rows * columns, self.original_dtype).view(rows, columns)
-        return unpack_8bit(tensors["weight"][number], tensors["SCB"][number]).to(self.original_dtype)
+        return self.packing.unpack(tensors, (rows, columns), self.original_dtype, number)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Moves the packed tensors; a cast is about the matrices that are unpacked from now on."""
@@ -91,22 +87,8 @@ class PackedStack(PackedWeight):
         self.original_dtype = fn(torch.empty(0, dtype=self.original_dtype)).dtype
         return self
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix.removesuffix(".")] = destination.pop(f"{prefix}weight")
-        if isinstance(self.packing, FourBit):
-            destination.pop(f"{prefix}nested_offset", None)
-            content = description_of(self.packing, self._shape, self.original_dtype, self.nested_offset_value)
-            destination[f"{prefix}{BARE_DESCRIPTION}{self.packing.quant_type}"] = content
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        if isinstance(self.packing, FourBit):
-            content = state_dict.pop(f"{prefix}{BARE_DESCRIPTION}{self.packing.quant_type}", None)
-            offset = None if content is None else described(prefix, content).nested_offset
-            if offset is not None:
-                self.nested_offset_value = offset
-                state_dict[f"{prefix}nested_offset"] = torch.tensor(offset)
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
+    def _saved_weight(self, prefix: str) -> str:
+        return prefix.removesuffix(".")
 
 
 def attach(owner: nn.Module, key: str, stack: PackedStack) -> Callable[[], None]:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ..errors import QuantizationError
-from .formats import PackedFormat
+from ..protocols import TensorSpec
+from .packed_format import PackedFormat
 
 __all__ = ["PackedWeight"]
 
@@ -36,13 +37,17 @@ class PackedWeight(nn.Module):
         """The weight, of `shape` and `original_dtype`, that the packed bytes stand for."""
         raise NotImplementedError
 
+    def specs(self) -> dict[str, TensorSpec]:
+        """Of the packed weight and its companions, by attribute."""
+        return self.packing.tensors(self.shape)
+
     def packed_tensors(self) -> dict[str, torch.Tensor]:
         """The packed weight and its companions, by attribute."""
-        return {name: self._parameters[name] for name in self.packing.tensors(self.shape)}  # type: ignore[misc]
+        return {name: self._parameters[name] for name in self.specs()}  # type: ignore[misc]
 
     def fill(self, tensors: Mapping[str, torch.Tensor], nested_offset: float | None = None) -> None:
         """Takes the packed weight and its companions, by attribute, as they are. `nested_offset`: that one's value, if it is on meta."""
-        for name in self.packing.tensors(self.shape):
+        for name in self.specs():
             self._parameters[name] = self._parameter(name, tensors[name].detach())
         offset = tensors.get("nested_offset")
         if nested_offset is None and offset is not None and offset.device.type != "meta":
@@ -53,8 +58,7 @@ class PackedWeight(nn.Module):
         return nn.Parameter(tensor, requires_grad=False)
 
     def _fill_with_meta(self) -> None:
-        specs = self.packing.tensors(self.shape)
-        self.fill({name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()})
+        self.fill({name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in self.specs().items()})
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Moves packed tensors and never casts them: `half()` is about what is not packed."""
@@ -69,6 +73,37 @@ class PackedWeight(nn.Module):
         if weight is not None and weight.device.type != "meta":
             self._parameters["weight"] = self._parameter("weight", weight.data)
         return self
+
+    def _saved_weight(self, prefix: str) -> str:
+        """Full name of the packed bytes in a state dict."""
+        return f"{prefix}weight"
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+        weight = self._saved_weight(prefix)
+        for name, tensor in [(name, destination.pop(prefix + name)) for name in self.specs() if prefix + name in destination]:
+            saved = self.packing.saved_name(name, weight, prefix)
+            if saved is not None:
+                destination[saved] = tensor
+        destination |= self.packing.described(weight, prefix, self.shape, self.original_dtype, self.nested_offset_value)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        weight = self._saved_weight(prefix)
+        for name in self.specs():
+            saved = self.packing.saved_name(name, weight, prefix)
+            if saved is not None and saved != prefix + name and saved in state_dict:
+                state_dict[prefix + name] = state_dict.pop(saved)
+        found = self.packing.take_description(state_dict, weight, self.shape)
+        if found is not None:
+            dtype, offset = found
+            self._note_loaded(dtype)
+            if offset is not None:
+                self.nested_offset_value = offset
+                state_dict[f"{prefix}nested_offset"] = torch.full(self.specs()["nested_offset"].shape, offset)
+        nn.Module._load_from_state_dict(self, state_dict, prefix, *arguments)
+
+    def _note_loaded(self, dtype: torch.dtype) -> None:
+        """What a state dict that is loaded was packed from; a module keeps the dtype that it unpacks to."""
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """The bias may be trained, packed weights may not: raises `QuantizationError` then."""

@@ -1,23 +1,25 @@
-"""Weights on their way to packed ones, part by part (`bigmodel.protocols.Packing`). Importing this imports bitsandbytes."""
+"""Weights on their way to packed ones, part by part (`bigmodel.protocols.Packing`)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
-from .formats import BLOCK, FourBit
-from .kernels import code_4bit, nested_statistics, pack_4bit, pack_8bit
+from ..protocols import TensorSpec
+from .four_bit import BLOCK, FourBit
 
-__all__ = ["Packing4bit", "Packing8bit"]
+__all__ = ["Packing4bit", "PackingByRows"]
 
 
 class Packing4bit:
     """A weight of `shape` to 4 bits. Rows come in parts that end where blocks end."""
 
-    def __init__(self, prefix: str, shape: tuple[int, ...], packing: FourBit, device: torch.device) -> None:
-        self._prefix = prefix
+    def __init__(
+        self, prefix: str, specs: Mapping[str, TensorSpec], shape: tuple[int, ...], packing: FourBit, device: torch.device
+    ) -> None:
+        self._prefix, self._specs = prefix, specs
         self._packing = packing
         self._row_elements = shape[-1]
         elements = math.prod(shape)
@@ -27,6 +29,8 @@ class Packing4bit:
 
     def pack(self, start: int, rows: torch.Tensor) -> None:
         """Takes the rows `start …`."""
+        from .kernels import pack_4bit  # imports bitsandbytes, which takes seconds
+
         with torch.no_grad():
             packed, absmax = pack_4bit(rows, self._packing.quant_type)
             first = start * self._row_elements
@@ -38,31 +42,43 @@ class Packing4bit:
 
         The mean of the scales is taken here, by the thread that asked for the packing: how torch sums depends on how many threads it has.
         """
+        from .kernels import code_4bit, nested_statistics
+
         with torch.inference_mode(False), torch.no_grad():
-            weight = self._bytes.view(self._packing.storage).view(-1, 1)
+            weight = self._bytes.view(self._packing.storage)
             found = {"weight": weight, "quant_map": code_4bit(self._packing.quant_type, weight.device), "absmax": self._absmax}
             if self._packing.double_quant:
                 found |= nested_statistics(self._absmax)
-            return {self._prefix + name: tensor for name, tensor in found.items()}
+            return {self._prefix + name: tensor.view(self._specs[name].shape) for name, tensor in found.items()}
 
 
-class Packing8bit:
-    """A matrix, or a stack of them, to 8 bits a row."""
+class PackingByRows:
+    """A matrix, or a stack of them, in a format that packs some rows without the others.
 
-    def __init__(self, prefix: str, shape: tuple[int, ...], device: torch.device) -> None:
-        self._prefix, self._shape = prefix, shape
+    `pack_rows` makes of rows (n, columns), which are counted through the matrices of a stack, a part of each packed tensor.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        specs: Mapping[str, TensorSpec],
+        shape: tuple[int, ...],
+        device: torch.device,
+        pack_rows: Callable[[torch.Tensor], Mapping[str, torch.Tensor]],
+    ) -> None:
+        self._prefix, self._pack_rows = prefix, pack_rows
+        self._rows = math.prod(shape[:-1])
         with torch.inference_mode(False):
-            self._rows = torch.empty((math.prod(shape[:-1]), shape[-1]), dtype=torch.int8, device=device)
-            self._scales = torch.empty(math.prod(shape[:-1]), dtype=torch.float32, device=device)
+            self._tensors = {name: torch.empty(spec.shape, dtype=spec.dtype, device=device) for name, spec in specs.items()}
 
     def pack(self, start: int, rows: torch.Tensor) -> None:
         """Takes the rows `start …`."""
         with torch.no_grad():
-            end = start + rows.shape[0]
-            self._rows[start:end], self._scales[start:end] = pack_8bit(rows)
+            for name, part in self._pack_rows(rows).items():
+                flat = self._tensors[name].view(-1)
+                first = start * flat.numel() // max(1, self._rows)
+                flat[first : first + part.numel()] = part.reshape(-1)
 
     def finish(self) -> Mapping[str, torch.Tensor]:
-        """The packed weight and its scales, by full name."""
-        with torch.inference_mode(False):
-            weight, scales = self._rows.view(self._shape), self._scales.view(self._shape[:-1])
-        return {self._prefix + "weight": weight, self._prefix + "SCB": scales}
+        """The packed weight and its companions, by full name."""
+        return {self._prefix + name: tensor for name, tensor in self._tensors.items()}

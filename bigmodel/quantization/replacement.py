@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import replace
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -13,13 +13,12 @@ from torch import nn
 from ..modules import owner_of
 from ..protocols import TensorSpec
 from .config import Scheme, scheme_of
-from .formats import PackedFormat
 from .matrices import is_linear, is_transposed
-from .packer import WeightPacker
-from .selection import select
-
-if TYPE_CHECKING:
-    from .packed_weight import PackedWeight
+from .packed_embedding import packed_table
+from .packed_format import PackedFormat, chosen_by
+from .packed_linear import packed_layer
+from .packed_stack import PackedStack, attach
+from .packed_weight import PackedWeight
 
 __all__ = ["has_4bit_bnb_layers", "has_packed_stacks", "install", "pack", "packed_layers", "replace_with_bnb_layers", "run_by_index"]
 
@@ -31,21 +30,21 @@ logger = logging.getLogger(__name__)
 
 def pack(value: torch.Tensor, packing: PackedFormat) -> dict[str, torch.Tensor]:
     """The packed weight and its companions, by name (`"weight"`, `"absmax"`, …), where `value` is."""
-    spec = TensorSpec(tuple(value.shape), value.dtype)
-    way = WeightPacker(packing, {}).begin("weight", spec, value.device)
+    return _packed(value, packing, packing.tensors(tuple(value.shape)))
+
+
+def _packed(value: torch.Tensor, packing: PackedFormat, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+    way = packing.begin("", specs, tuple(value.shape), value.device)
     way.pack(0, value.detach().flatten(0, -2))
     return dict(way.finish())
 
 
 def install(model: nn.Module, scheme: Scheme, packed: Mapping[str, tuple[torch.dtype, Mapping[str, torch.Tensor]]]) -> None:
-    """Replaces linear layers and stacks of matrices by packed ones with what a loader kept of their weights.
+    """Replaces linear layers, stacks of matrices and embeddings by packed ones with what a loader kept of their weights.
 
     `packed`: full name of a weight or a stack → the dtype that it was packed from, and the kept tensors by full name. A layer that stands
     in several places is replaced in all of them.
     """
-    from .layers import packed_layer  # imports bitsandbytes, which takes seconds
-    from .packed_stack import PackedStack, attach
-
     places = Places(model)
     for name, (dtype, tensors) in packed.items():
         owner, key = owner_of(model, name)
@@ -54,6 +53,10 @@ def install(model: nn.Module, scheme: Scheme, packed: Mapping[str, tuple[torch.d
             layer = packed_layer(owner, scheme, dtype)
             layer.fill(kept)
             places.put(owner, layer)
+        elif isinstance(owner, nn.Embedding):
+            table = packed_table(owner, scheme.format, dtype)
+            table.fill(kept)
+            places.put(owner, table)
         else:
             stack = PackedStack(tuple(owner._parameters[key].shape), scheme.format, dtype)  # type: ignore[union-attr]
             stack.fill(kept)
@@ -74,13 +77,11 @@ def replace_with_bnb_layers(
 
     Returns the same model. Raises `QuantizationError` for a config that is none.
     """
-    from .layers import packed_layer  # imports bitsandbytes, which takes seconds
-    from .packed_stack import PackedStack, attach
-
     scheme = scheme_of(bnb_quantization_config)
     skipped = scheme.format.skip_modules if modules_to_not_convert is None else modules_to_not_convert
-    selection = select(model, skipped, scheme.format.kept)
-    chosen, stacks = selection.packed, list(selection.stacks)
+    packing = scheme.format
+    selection = chosen_by(replace(packing, skip_modules=None if skipped is None else tuple(skipped)), model)
+    chosen, stacks = {**selection.packed, **selection.tables}, list(selection.stacks)
     del selection
     if not chosen and not stacks:
         logger.warning(
@@ -91,21 +92,25 @@ def replace_with_bnb_layers(
     waiting = list({id(each): each for each in chosen.values()}.values())
     chosen.clear()
     while waiting:  # the weights of each go before the next ones are packed
-        linear = waiting.pop(0)
-        weight = linear._parameters["weight"]
+        module = waiting.pop(0)
+        weight = module._parameters["weight"]
         assert weight is not None
-        layer = packed_layer(linear, scheme, weight.dtype)
+        placed: PackedWeight
+        if isinstance(module, nn.Embedding):
+            placed = packed_table(module, packing, weight.dtype)
+        else:
+            placed = packed_layer(module, scheme, weight.dtype)
         if weight.device.type != "meta":
-            layer.fill(pack(weight.T if is_transposed(linear) else weight, scheme.format))
-        places.put(linear, layer)
+            placed.fill(_packed(weight.T if is_transposed(module) else weight, packing, placed.specs()))
+        places.put(module, placed)
     for name in stacks:
         owner, key = owner_of(model, name)
         value = owner._parameters.get(key)
         if value is None:
             continue  # its module stands in several places, and it is packed
-        stack = PackedStack(tuple(value.shape), scheme.format, value.dtype)
+        stack = PackedStack(tuple(value.shape), packing, value.dtype)
         if value.device.type != "meta":
-            stack.fill(pack(value, scheme.format))
+            stack.fill(pack(value, packing))
         del value
         attach(owner, key, stack)
     run_by_index(model)
@@ -130,15 +135,12 @@ class Places:
 
 def packed_layers(model: nn.Module) -> dict[str, PackedWeight]:
     """The packed layers and stacks of a model, by full name."""
-    from .packed_weight import PackedWeight
-
     return {name: module for name, module in model.named_modules() if isinstance(module, PackedWeight)}
 
 
 def has_packed_stacks(model: nn.Module) -> bool:
     """Whether a stack of expert matrices of the model is packed."""
-    found = sys.modules.get(f"{__package__}.packed_stack")  # which imports bitsandbytes: what has a packed stack has imported it
-    return found is not None and any(isinstance(module, found.PackedStack) for module in model.modules())
+    return any(isinstance(module, PackedStack) for module in model.modules())
 
 
 def run_by_index(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from ..text import bytes_text, names_text
 from .config import Scheme
 from .matrices import is_linear
+from .packed_format import chosen_by
 from .replacement import packed_layers
 from .selection import select
 from .stacks import is_stack
@@ -101,8 +102,7 @@ def report(model: nn.Module, original: Callable[[str], torch.Tensor] | None = No
 def _layers(model: nn.Module, original: Callable[[str], torch.Tensor] | None) -> Iterator[LayerReport]:
     packed = packed_layers(model)
     scheme: Scheme | None = model.__dict__.get(_SCHEME)
-    kept = () if scheme is None else scheme.format.kept
-    reasons = select(model, None if scheme is None else scheme.format.skip_modules, kept).left
+    reasons = (select(model) if scheme is None else chosen_by(scheme.format, model)).left
     seen: set[int] = set()
     for name, module in model.named_modules():
         own = [parameter for parameter in module._parameters.values() if parameter is not None and id(parameter) not in seen]

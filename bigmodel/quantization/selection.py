@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from ..errors import QuantizationError
 from ..modules import find_blocks
 from .matrices import is_linear, plain_forward
 from .stacks import stacks_of, why_left
@@ -27,6 +28,8 @@ class Selection:
     """By every full name: a layer that stands in several places appears under each of them."""
     stacks: dict[str, nn.Parameter] = field(default_factory=dict)
     """Stacks of matrices that are packed, by every full name."""
+    tables: dict[str, nn.Embedding] = field(default_factory=dict)
+    """Embeddings that are packed, by every full name."""
     left: dict[str, str] = field(default_factory=dict)
     """Full name → why the layer, or the module that holds a stack, is left as it is."""
 
@@ -40,13 +43,21 @@ class _Node(NamedTuple):
     parent: nn.Module
 
 
-def select(model: nn.Module, skip_modules: Collection[str] | None = None, kept: Collection[str] = ()) -> Selection:
+def select(
+    model: nn.Module,
+    skip_modules: Collection[str] | None = None,
+    kept: Collection[str] = (),
+    takes_table: Callable[[tuple[int, int]], bool] | None = None,
+) -> Selection:
     """Sorts the linear layers and stacks of matrices below `model` into those that are packed and those that are left as they are.
 
     `skip_modules` and `kept` name modules, with all below them: by full name, or by a run of components of it (`"q_proj"`, `"layers.1"`,
     which is not `layers.10`). With None the output head and tied weights are skipped (`keep_list`). Linear layers are `nn.Linear` and
     transformers' `Conv1D`; subclasses with a forward of their own are left, and so is whatever torch's own modules compute with past the
-    layer's forward. A stack is packed if all code that reads it takes single matrices of it by index.
+    layer's forward. A stack is packed if all code that reads it takes single matrices of it by index. `takes_table` tells of which shapes
+    embedding tables are packed; without it, none are asked for.
+
+    Raises `QuantizationError` where embedding tables are asked for and one of them is tied to another module.
     """
     nodes = _nodes(model)
     tied = _tied(nodes)
@@ -59,6 +70,20 @@ def select(model: nn.Module, skip_modules: Collection[str] | None = None, kept: 
         if above in skipped or (last in last_parts and _ends_with(name, names)):
             skipped.add(name)
         if not module._parameters:
+            continue
+        if takes_table is not None and isinstance(module, nn.Embedding):
+            is_tied = id(module.weight) in tied
+            by_default = skip_modules is None and is_tied and not _ends_with(name, kept)
+            if name in skipped and not by_default:
+                reason: str | None = _ASKED
+            elif is_tied:
+                raise QuantizationError(_tied_table(name, module, nodes))
+            else:
+                reason = _why_table_left(module, takes_table)
+            if reason is None:
+                found.tables[name] = module
+            else:
+                found.left[name] = reason
             continue
         if not is_linear(module):
             for key, stack in stacks_of(name, module).items():
@@ -126,6 +151,27 @@ def _why_left(module: nn.Module, parent: nn.Module, tied: Collection[int]) -> st
 
 def _why_stack_left(module: nn.Module, parent: nn.Module, key: str, tied: Collection[int]) -> str | None:
     return "its weight is tied to another module's" if id(module._parameters[key]) in tied else why_left(module, parent, key)
+
+
+def _why_table_left(module: nn.Embedding, takes_table: Callable[[tuple[int, int]], bool]) -> str | None:
+    if type(module).forward is not nn.Embedding.forward:
+        return f"{type(module).__name__} has a forward of its own"
+    if module.max_norm is not None:
+        return "its forward rewrites its rows (max_norm)"
+    if not module.weight.is_floating_point():
+        return f"its weight is {module.weight.dtype} already"
+    rows, columns = module.weight.shape
+    return None if takes_table((rows, columns)) else f"no single rows can be unpacked of its shape [{rows}, {columns}]"
+
+
+def _tied_table(name: str, module: nn.Embedding, nodes: Iterable[_Node]) -> str:
+    others = [
+        each for each, holder, _ in nodes if holder is not module and any(own is module.weight for own in holder._parameters.values())
+    ]
+    return (
+        f"The embedding {name!r} is to be packed (pack_embeddings), and its weight is tied to that of {', '.join(map(repr, others))}. "
+        f"Leave it unpacked, by name (skip_modules=[{name!r}, …]) or with pack_embeddings=False, or untie them."
+    )
 
 
 def keep_list(model: nn.Module) -> list[str]:

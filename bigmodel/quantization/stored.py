@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from ..protocols import TensorSpec
-from .description import BARE_DESCRIPTION, STATE_NAMES
+from .description import DESCRIPTION, STATE_NAMES
 
 __all__ = ["StoredWeight", "stored_weights"]
 
@@ -52,7 +52,7 @@ def stored_weights(tensors: Mapping[str, TensorSpec]) -> list[StoredWeight]:
             if weight in tensors and tensors[weight].dtype == torch.int8:
                 note = f"{layer}{FORMAT_NOTE}"
                 found.append(StoredWeight(weight, {SCALES: name}, others=[note] if note in tensors else []))
-        elif BARE_DESCRIPTION in name and (at := name.find(BARE_DESCRIPTION)) > 0:
+        elif DESCRIPTION in name and (at := name.find(DESCRIPTION)) > 0:
             weight = name[: at - 1]
             if weight in tensors:
                 companions = {key: f"{weight}.{key}" for key in STATE_NAMES if f"{weight}.{key}" in tensors}

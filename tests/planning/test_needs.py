@@ -19,7 +19,7 @@ from bigmodel.planning import CustomDtype, plan, skeleton
 from bigmodel.planning.kv_cache import cache_layers
 from bigmodel.planning.needs import Needs, Workload, needs_of
 from bigmodel.protocols import TensorSpec
-from bigmodel.quantization import weight_format
+from bigmodel.quantization import FourBit, weight_format
 
 CONTEXT = 64
 ROOM = 1 << 30
@@ -253,3 +253,16 @@ def test_the_cache_of_18_000_matrices_is_found_without_looking_at_each(monkeypat
     found = needs_of(tree, Workload(context=CONTEXT))
     assert set(seen) == {"", "model", "model.layers"}
     assert len(cache_of(found, "model.layers")) == 60
+
+
+def test_of_packed_experts_two_matrices_are_unpacked_and_of_packed_tables_no_more_than_rows() -> None:
+    config = transformers.Qwen3MoeConfig(**TEXT | {"vocab_size": 4096, "moe_intermediate_size": 640, "num_experts": 8, "head_dim": 8})
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    matrix = 2 * 640 * config.hidden_size
+    plain, *packed = (
+        plan(model, {0: ROOM}, context=CONTEXT, weight_format=packing)
+        for packing in (None, FourBit("nf4", skip_modules=("lm_head",)), FourBit("nf4", skip_modules=("lm_head",), embeddings=True))
+    )
+    assert packed[1].devices[0].resident_bytes < packed[0].devices[0].resident_bytes
+    assert [each.devices[0].workspace_bytes - plain.devices[0].workspace_bytes for each in packed] == [2 * matrix * 2] * 2

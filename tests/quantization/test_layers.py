@@ -12,7 +12,8 @@ from torch import nn
 
 from bigmodel.errors import QuantizationError
 from bigmodel.quantization import BnbQuantizationConfig, FourBit, scheme_of
-from bigmodel.quantization.layers import Linear4bit, Linear8bitLt, packed_layer
+from bigmodel.quantization.layers import Linear4bit, Linear8bitLt
+from bigmodel.quantization.packed_linear import packed_layer
 from bigmodel.quantization.replacement import pack, replace_with_bnb_layers
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
