@@ -5,6 +5,7 @@ from __future__ import annotations
 # Scripts that import the package alone reach these as its attributes.
 from . import big_modeling as big_modeling
 from . import hooks as hooks
+from . import state as state
 from . import utils as utils
 from .api import (
     cpu_offload,
@@ -45,6 +46,9 @@ from .training.handlers import (
     InitProcessGroupKwargs,
     ProfileKwargs,
 )
+from .training.memory import find_executable_batch_size
+from .training.random import synchronize_rng_states
+from .training.state import PartialState
 
 __all__ = [
     "AutocastKwargs",
@@ -64,6 +68,7 @@ __all__ = [
     "MachineError",
     "MatchError",
     "MissingPackageError",
+    "PartialState",
     "Plan",
     "PlanError",
     "ProfileKwargs",
@@ -73,6 +78,7 @@ __all__ = [
     "cpu_offload_with_hook",
     "disk_offload",
     "dispatch_model",
+    "find_executable_batch_size",
     "from_pretrained",
     "get_parameter",
     "infer_auto_device_map",
@@ -87,6 +93,7 @@ __all__ = [
     "plan",
     "quantization_report",
     "save_model",
+    "synchronize_rng_states",
     "undispatch",
     "update_parameter",
 ]

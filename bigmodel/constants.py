@@ -14,6 +14,12 @@ SAFE_WEIGHTS_PATTERN_NAME: Final = "model{suffix}.safetensors"
 SAFE_WEIGHTS_INDEX_NAME: Final = "model.safetensors.index.json"
 OFFLOAD_INDEX_NAME: Final = "index.json"
 
+OPTIMIZER_NAME: Final = "optimizer"
+SCHEDULER_NAME: Final = "scheduler"
+SAMPLER_NAME: Final = "sampler"
+SCALER_NAME: Final = "scaler.pt"
+RNG_STATE_NAME: Final = "random_states"
+
 KiB: Final = 1024
 MiB: Final = 1024 * KiB
 GiB: Final = 1024 * MiB

@@ -8,6 +8,10 @@ from .constants import *  # noqa: F403
 from .constants import __all__ as _constants
 from .dataclasses import *  # noqa: F403
 from .dataclasses import __all__ as _dataclasses
+from .environment import *  # noqa: F403
+from .environment import __all__ as _environment
+from .imports import *  # noqa: F403
+from .imports import __all__ as _imports
 from .memory import *  # noqa: F403
 from .memory import __all__ as _memory
 from .modeling import *  # noqa: F403
@@ -16,5 +20,24 @@ from .offload import *  # noqa: F403
 from .offload import __all__ as _offload
 from .operations import *  # noqa: F403
 from .operations import __all__ as _operations
+from .other import *  # noqa: F403
+from .other import __all__ as _other
+from .random import *  # noqa: F403
+from .random import __all__ as _random
+from .versions import *  # noqa: F403
+from .versions import __all__ as _versions
 
-__all__ = [*_bnb, *_constants, *_dataclasses, *_memory, *_modeling, *_offload, *_operations]  # noqa: PLE0604, RUF100
+__all__ = [
+    *_bnb,
+    *_constants,
+    *_dataclasses,
+    *_environment,
+    *_imports,
+    *_memory,
+    *_modeling,
+    *_offload,
+    *_operations,
+    *_other,
+    *_random,
+    *_versions,
+]  # noqa: PLE0604, RUF100

@@ -24,7 +24,7 @@ MODELING = """CustomDtype align_module_device calculate_maximum_sizes check_devi
 OFFLOAD = """OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight offload_state_dict
     offload_weight save_offload_index"""
 CONSTANTS = """MODEL_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME WEIGHTS_INDEX_NAME
-    WEIGHTS_NAME WEIGHTS_PATTERN_NAME"""
+    WEIGHTS_NAME WEIGHTS_PATTERN_NAME OPTIMIZER_NAME SCHEDULER_NAME SAMPLER_NAME SCALER_NAME RNG_STATE_NAME"""
 UTILS = """CustomDtype align_module_device calculate_maximum_sizes check_device_map check_tied_parameters_in_config
     check_tied_parameters_on_same_device clear_device_cache compute_module_sizes convert_file_size_to_int dtype_byte_size
     find_device find_tied_parameters get_balanced_memory get_max_layer_size get_max_memory has_offloaded_params id_tensor_storage
@@ -37,18 +37,32 @@ HOOKS = """AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook Sequential
 DATACLASSES = """AutocastKwargs ComputeEnvironment DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs
     DistributedType DynamoBackend GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType
     PrecisionType ProfileKwargs ProjectConfiguration RNGType SageMakerDistributedType TorchDynamoPlugin"""
+ENVIRONMENT = """clear_environment convert_dict_to_env_variables get_int_from_env override_numa_affinity parse_choice_from_env
+    parse_flag_from_env patch_environment purge_accelerate_environment set_numa_affinity str_to_bool"""
+IMPORTS = """is_bf16_available is_bnb_available is_cuda_available is_deepspeed_available is_mps_available is_npu_available
+    is_tensorboard_available is_torch_xla_available is_transformers_available is_wandb_available is_xpu_available"""
+RANDOM = "set_seed synchronize_rng_state synchronize_rng_states"
+MEMORY = "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size"
+OTHER = "check_os_kernel convert_bytes get_free_port is_port_in_use wait_for_everyone"
+VERSIONS = "compare_versions is_torch_version"
 
 PATHS = {
-    "bigmodel": TOP,
+    "bigmodel": f"{TOP} PartialState find_executable_batch_size synchronize_rng_states",
     "bigmodel.big_modeling": BIG_MODELING,
     "bigmodel.hooks": f"{HOOKS} PrefixedDataset find_device named_module_tensors send_to_device set_module_tensor_to_device",
-    "bigmodel.utils": f"{UTILS} {OFFLOAD} {CONSTANTS}",
+    "bigmodel.state": "AcceleratorState DistributedType GradientState PartialState",
+    "bigmodel.utils": f"{UTILS} {OFFLOAD} {CONSTANTS} {ENVIRONMENT} {IMPORTS} {RANDOM} {MEMORY} {OTHER} {VERSIONS}",
     "bigmodel.utils.constants": f"{CONSTANTS} SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
     "bigmodel.utils.dataclasses": DATACLASSES,
-    "bigmodel.utils.memory": "clear_device_cache",
+    "bigmodel.utils.environment": ENVIRONMENT,
+    "bigmodel.utils.imports": IMPORTS,
+    "bigmodel.utils.memory": MEMORY,
     "bigmodel.utils.modeling": MODELING,
     "bigmodel.utils.offload": OFFLOAD,
     "bigmodel.utils.operations": "find_device is_namedtuple send_to_device",
+    "bigmodel.utils.other": OTHER,
+    "bigmodel.utils.random": RANDOM,
+    "bigmodel.utils.versions": VERSIONS,
 }
 
 
@@ -273,6 +287,23 @@ SIGNATURES = {
     "hooks.CpuOffload": {"execution_device": None, "prev_module_hook": None},
     "hooks.UserCpuOffloadHook": {"model": REQUIRED, "hook": REQUIRED},
     "hooks.SequentialHook": {"hooks": REQUIRED},
+    "find_executable_batch_size": {"function": None, "starting_batch_size": 128, "reduce_batch_size_fn": None},
+    "synchronize_rng_states": {"rng_types": REQUIRED, "generator": None},
+    "utils.clear_device_cache": {"garbage_collection": False},
+    "utils.clear_environment": {},
+    "utils.environment.override_numa_affinity": {"local_process_index": REQUIRED, "verbose": None},
+    "utils.is_bf16_available": {"ignore_tpu": False},
+    "utils.is_mps_available": {"min_version": "1.12"},
+    "utils.is_npu_available": {"check_device": False},
+    "utils.is_torch_version": {"operation": REQUIRED, "version": REQUIRED},
+    "utils.is_torch_xla_available": {"check_is_tpu": False, "check_is_gpu": False},
+    "utils.is_xpu_available": {"check_device": False},
+    "utils.patch_environment": {"kwargs": REQUIRED},
+    "utils.purge_accelerate_environment": {"func_or_cls": REQUIRED},
+    "utils.set_numa_affinity": {"local_process_index": REQUIRED, "verbose": None},
+    "utils.set_seed": {"seed": REQUIRED, "device_specific": False, "deterministic": False},
+    "utils.synchronize_rng_state": {"rng_type": None, "generator": None},
+    "utils.wait_for_everyone": {},
 }
 
 
@@ -294,7 +325,7 @@ def test_parameters_keep_their_names_order_and_defaults(path):
     assert {name: parameter.default for name, parameter in parameters.items()} == SIGNATURES[path]
     assert list(parameters) == list(SIGNATURES[path])
     variable = [parameter.kind for parameter in parameters.values() if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD]
-    assert not variable or path in ("hooks.SequentialHook", "utils.find_tied_parameters")
+    assert not variable or path in ("hooks.SequentialHook", "utils.find_tied_parameters", "utils.patch_environment")
 
 
 def test_layerwise_hook_takes_its_three_arguments_by_position():
