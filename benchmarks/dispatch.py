@@ -1,4 +1,5 @@
-"""Dispatch beside the resident model and beside accelerate: the cost of a layer that moves, forwards from disk, and their memory.
+"""Dispatch beside the resident model and beside accelerate: the cost of a layer that moves, forwards from disk, and their memory;
+transfers beside arithmetic on the simulated accelerator, and thousands of random cases.
 
 Run: `python benchmarks/dispatch.py` (needs accelerate and transformers beside bigmodel). The model is that of `main_job.py`.
 """
@@ -9,11 +10,14 @@ import mmap
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import simulated_link
 import torch
 from main_job import CONFIG, TOKENS, almost_all_on_disk, empty_llama, make_model
 from side_by_side import compare, drop_from_page_cache, folder_bytes, run_worker_if_asked, worker
@@ -191,6 +195,9 @@ def main() -> None:
         arguments = {"folder": str(folder), "map_files": map_files}
         compare(__file__, f"all blocks on disk, page cache warm, {title}", ["from_disk_beside_resident"], arguments, rounds=1)
         compare(__file__, f"all blocks on disk, page cache cold, {title}", ["cold"], arguments, rounds=1)
+    simulated_link.main()
+    print("\n### Random models, maps, rings, threads and failures\n", flush=True)
+    subprocess.run([sys.executable, str(Path(__file__).with_name("stress.py"))], check=False)
 
 
 if __name__ == "__main__":

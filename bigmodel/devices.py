@@ -11,7 +11,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import psutil
 import torch
@@ -20,6 +20,7 @@ from .cgroups import headroom_bytes
 from .errors import PlanError
 
 __all__ = [
+    "CPU_RESIDENT",
     "DeviceKey",
     "accelerator_type",
     "accelerators",
@@ -29,6 +30,7 @@ __all__ = [
     "clear_device_cache",
     "collective_name",
     "computes_bf16",
+    "computing_key",
     "current_device",
     "device_memory",
     "device_name",
@@ -47,7 +49,10 @@ __all__ = [
 ]
 
 DeviceKey: TypeAlias = int | str
-"""What stands in a device map: an accelerator's index, or `"cpu"`, `"mps"`, `"disk"`."""
+"""What stands in a device map: an accelerator's index, or `"cpu"`, `"cpu:resident"`, `"mps"`, `"disk"`."""
+
+CPU_RESIDENT: Final = "cpu:resident"
+"""In a device map: rests in RAM and runs there. Beside an accelerator, `"cpu"` alone means that the weights travel there to run."""
 
 
 def accelerator_type() -> str | None:
@@ -67,9 +72,10 @@ def accelerators() -> list[torch.device]:
 
 
 def as_key(device: object, *, where: str = "") -> DeviceKey:
-    """The device as a device map writes it: `torch.device("cuda:1")`, `"cuda:1"`, `"1"` and `1` are all 1; `"cpu"`, `"mps"`, `"disk"` stay.
+    """The device as a device map writes it: `torch.device("cuda:1")`, `"cuda:1"`, `"1"` and `1` are all 1.
 
-    Only the type of this machine's accelerator becomes an index. Raises `PlanError` for anything that is no device, naming `where`.
+    `"cpu"`, `"cpu:resident"`, `"mps"`, `"disk"` stay. Only the type of this machine's accelerator becomes an index. Raises `PlanError` for
+    anything that is no device, naming `where`.
     """
     place = f" ({where})" if where else ""
     if isinstance(device, bool):
@@ -79,7 +85,7 @@ def as_key(device: object, *, where: str = "") -> DeviceKey:
             raise PlanError(f"Device index {device} is negative{place}.")
         return int(device)
     if isinstance(device, str):
-        if device == "disk":
+        if device in ("disk", CPU_RESIDENT):
             return device
         if device.isdigit():
             return int(device)
@@ -108,11 +114,17 @@ def as_device(device: object) -> torch.device:
     if key == "disk":
         raise PlanError("'disk' holds weights but cannot run a module: name an accelerator or 'cpu' as the execution device.")
     kind = accelerator_type()
+    key = computing_key(key)
     if key in ("cpu", "meta") or (key == "mps" and kind == "mps"):
         return torch.device(str(key))
     if isinstance(key, str) or kind is None or key >= torch.accelerator.device_count():
         raise PlanError(f"Device {device!r} asked for, but {machine_text()}.")
     return torch.device(kind, key)
+
+
+def computing_key(key: DeviceKey) -> DeviceKey:
+    """The device that an entry of a device map means, whether its weights stay there or not."""
+    return "cpu" if key == CPU_RESIDENT else key
 
 
 def machine_text() -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .device_map import covering_entry, normalized, unknown_entries
-from .devices import DeviceKey, as_device
+from .devices import CPU_RESIDENT, DeviceKey, as_device
 from .errors import PlanError
 from .loading import DtypeOf
 from .modules import named_module_tensors
@@ -136,4 +136,4 @@ def _planned_dtypes(model: nn.Module, dtype_of: DtypeOf) -> dict[str, torch.dtyp
 
 def main_device_of(device_map: Mapping[str, DeviceKey]) -> torch.device:
     """Where offloaded modules run: the first accelerator in the map's own order, or the CPU."""
-    return as_device(next((key for key in device_map.values() if key not in ("cpu", "disk")), "cpu"))
+    return as_device(next((key for key in device_map.values() if key not in ("cpu", CPU_RESIDENT, "disk")), "cpu"))

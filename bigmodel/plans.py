@@ -47,6 +47,7 @@ def plan(
     offload_buffers: bool = False,
     machine: MachineLike | None = None,
     objective: str | None = None,
+    execution: Literal["main", "auto"] = "main",
     advice: bool = True,
     model_class: Any = None,
     trust_remote_code: bool = False,
@@ -88,6 +89,8 @@ def plan(
             machine.
         objective: None moves as few bytes as possible. "latency" leaves out devices that a step is expected to be faster without;
             "throughput" takes the batch (`batch` or more) that is expected to give the most tokens per second.
+        execution: "main" runs everything that is offloaded on the main device. "auto" lets modules that rest in RAM run there
+            ("cpu:resident" in the map; activations travel instead of weights) where a step is expected to take less that way.
         advice: whether to say what would help where something travels, which takes about ten more plans.
         model_class: a model class of transformers, an `Auto…` class, or the name of either, for a configuration that names no architecture,
             or another one than is meant.
@@ -122,6 +125,7 @@ def plan(
         example_inputs=example_inputs,
         machine=budgets.machine if machine is None else machine,
         objective=objective,
+        execution=execution,
         advice=advice,
         formats=weight_formats(ADVISED_FORMATS),
     )

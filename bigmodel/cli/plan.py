@@ -47,6 +47,9 @@ def plan(
     objective: Annotated[
         str | None, typer.Option(help="latency or throughput, for hardware that is named or measured; fewest bytes moved without it.")
     ] = None,
+    execution: Annotated[
+        str, typer.Option(help="main, or auto: modules that rest in RAM run there where a step is expected to take less.")
+    ] = "main",
     strategy: Annotated[str, typer.Option(help="auto, balanced, balanced_low_0 or sequential.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -63,5 +66,6 @@ def plan(
         logits=logits.value,
         mode=strategy,
         objective=objective,
+        execution=execution,  # type: ignore[arg-type]
     )
     print(found.to_json() if as_json else found)

@@ -78,7 +78,8 @@ def dispatch(
 
     Args:
         device_map: module (or tensor) names → an accelerator's index (resident there), `"cpu"` (with an accelerator as the main device:
-            rests in RAM, runs on the main device; otherwise stays), `"disk"` (rests in `store`, runs on the main device).
+            rests in RAM, runs on the main device; otherwise stays), `"cpu:resident"` (rests in RAM and runs there), `"disk"` (rests in
+            `store`, runs on the main device).
         main_device: where offloaded modules run, where inputs go, and where outputs come from.
         store: where tensors that are on meta, or mapped to disk, rest, under their full names (any of a tied tensor's names).
         offload_buffers: whether persistent buffers of offloaded modules are offloaded too.

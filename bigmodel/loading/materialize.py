@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..device_map import covering_entry, normalized
-from ..devices import DeviceKey, as_device, as_key
+from ..devices import DeviceKey, as_device, as_key, computing_key
 from ..errors import PlanError
 from ..modules import get_non_persistent_buffers, owner_of
 from ..progress import Progress, ProgressCallback
@@ -55,7 +55,8 @@ def check_covering(model: nn.Module, device_map: Mapping[str, object]) -> None:
 def placements(
     model: nn.Module, match: Match, device_map: Mapping[str, object] | None, *, offload_buffers: bool = False
 ) -> dict[str, DeviceKey]:
-    """Where `materialize` puts each matched tensor: an accelerator's index, `"cpu"`, or `"disk"` for what stays in the checkpoint.
+    """Where `materialize` puts each matched tensor: an accelerator's index, `"cpu"` or `"cpu:resident"`, or `"disk"` for what stays in
+    the checkpoint.
 
     Raises `PlanError` for a map that does not cover the model.
     """
@@ -127,7 +128,7 @@ def materialize(
             on_disk[name] = transfer
         else:
             resident.append(transfer)
-    mappable = [each for each in resident if keys[each.target] == "cpu" and each.target not in sharded]
+    mappable = [each for each in resident if computing_key(keys[each.target]) == "cpu" and each.target not in sharded]
     mapped = mapped_tensors(mappable, match.identities) if mmap else {}
     read = [transfer for transfer in resident if transfer.target not in mapped]
     jobs: list[tuple[Transfer, torch.Tensor]] = []

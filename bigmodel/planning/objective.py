@@ -28,17 +28,12 @@ def choose(request: Request, solve: Solve) -> tuple[Request, Plan]:
     """The plan that serves the request's objective best, and the request that it answers.
 
     Without an objective: the plan that moves the fewest bytes. "latency": of that one and of those with fewer devices, the one whose step
-    is expected to take least; "throughput": the batch whose tokens per second are expected to be the most, as far as memory goes. Raises
-    `PlanError` for an objective without a machine whose rates are known.
+    is expected to take least; "throughput": the batch whose tokens per second are expected to be the most, as far as memory goes.
     """
     found = solve(request)
     if request.objective is None:
         return request, found
-    if request.machine is None or found.prediction is None:
-        raise PlanError(
-            f"objective={request.objective!r} needs to know how fast the machine is: measure it once with `bigmodel bench`, or name the "
-            "accelerators, as in machine='RTX 4090'."
-        )
+    assert request.machine is not None  # a request with an objective has one
     if request.objective == "latency":
         return _fastest(request, found, solve, request.machine)
     return _most_tokens(request, found, solve)

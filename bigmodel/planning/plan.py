@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from ..devices import DeviceKey
+from ..devices import DeviceKey, computing_key
 from ..errors import PlanError
 from .advice import Advice
 from .cost import Prediction
@@ -177,6 +177,6 @@ def _checked(plan: Plan) -> Plan:
     if len(set(devices)) < len(devices):
         raise StrictJsonError("a device comes twice in 'devices'")
     for device in (plan.main_device, *plan.device_map.values()):
-        if device not in devices:
+        if computing_key(device) not in devices:
             raise StrictJsonError(f"device {device!r} is not among 'devices'")
     return plan

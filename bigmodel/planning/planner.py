@@ -10,20 +10,21 @@ from typing import Any, Literal
 from torch import nn
 
 from ..collecting import without_collecting
-from ..devices import DeviceKey
+from ..devices import DeviceKey, computing_key
 from ..errors import PlanError
 from ..protocols import WeightFormat
 from ..text import bytes_text
 from .advice import advise
 from .cutting import cut_where_nothing_else_works
 from .device_maps import clean_device_map
+from .execution import execution_note, run_where_it_is_faster
 from .infer import map_entries, refuse_unplaced
 from .items import Inventory, Travel, Unit, buffer_bytes, join_tied, largest_part
 from .memory import measured_budgets, parse_budgets
 from .needs import Needs, Workload
 from .objective import choose
 from .plan import DeviceUse, Plan
-from .predicting import MachineLike, find_machine, predicted
+from .predicting import MachineLike, case_of, find_machine
 from .request import Request
 from .shared_work import SharedWork
 from .sizes import DtypeLike
@@ -52,6 +53,7 @@ def plan(
     formats: Sequence[WeightFormat] = (),
     machine: MachineLike | None = None,
     objective: str | None = None,
+    execution: Literal["main", "auto"] = "main",
     advice: bool = True,
 ) -> Plan:
     """Decides where every weight of `model` (on meta or real) shall live, so that as few bytes as possible travel per step.
@@ -79,6 +81,8 @@ def plan(
     accelerators ("RTX 4090" for all, `{0: "RTX 4090", 1: "T4"}`); without it what is known of this machine. With `objective` "latency" the
     plan leaves out devices that a step is expected to be faster without; with "throughput" it takes the batch (`batch` or more) that is
     expected to give the most tokens per second within the budgets. Without it, fewest bytes moved is all that counts.
+    With `execution="auto"` blocks and leaf modules that rest in RAM run there ("cpu:resident" in the map) where a step is expected to take
+    less that way; with "main" everything that is offloaded runs on the main device.
 
     Raises `PlanError` (a ValueError) for a model without tensors, an unknown device or mode, a size that cannot be read, a host budget
     that leaves no room for the largest group to pass through, and a "disk" budget that leaves something without a place.
@@ -96,6 +100,7 @@ def plan(
         Workload(batch, context, cache_dtype, logits, example_inputs),
         find_machine(machine, budgets),
         objective,
+        execution,
     )
     solve = partial(_solved, work=SharedWork())
     request, found = choose(request, solve)
@@ -126,12 +131,19 @@ def _solved(request: Request, work: SharedWork) -> Plan:
         inventory, units, assignment = cut.inventory, cut.units, cut.assignment
         notes.append(cut.note)
     refuse_unplaced(units, assignment, budgets)
+    case = None
+    if request.machine is not None:
+        facts = work.facts(request)
+        case = case_of(request, request.machine, facts, inventory, units, assignment, offload_buffers)
+        if request.execution == "auto":
+            chosen = run_where_it_is_faster(request, case, units, assignment, needs.workspace_bytes)
+            if chosen is not assignment:
+                before, assignment = case.predicted(case.stages), chosen
+                case = case_of(request, request.machine, facts, inventory, units, assignment, offload_buffers)
+                notes.append(execution_note(assignment, before, case.predicted(case.stages)))
     notes += _passage_notes(units, assignment, budgets, needs)
     found = _described(request, inventory, needs, units, assignment, offload_buffers, notes)
-    if request.machine is None:
-        return found
-    facts = work.facts(request)
-    return replace(found, prediction=predicted(request, request.machine, facts, inventory, units, assignment, offload_buffers))
+    return found if case is None else replace(found, prediction=case.predicted(case.stages))
 
 
 def _first_compute(budgets: Mapping[DeviceKey, int]) -> DeviceKey:
@@ -193,18 +205,19 @@ def _described(
     state: dict[DeviceKey, int] = {}
     buffers: dict[DeviceKey, int] = {}
     staying_bytes = 0
-    for unit, place in zip(units, assignment.places, strict=True):
-        if place in stores:
+    for unit, rests_on in zip(units, assignment.places, strict=True):
+        place = computing_key(rests_on)
+        if rests_on in stores:
             stored[place] = stored.get(place, 0) + unit.stored_bytes
             staying_bytes += unit.staying_bytes - unit.state_bytes
         else:
             resident[place] = resident.get(place, 0) + unit.total_bytes - unit.state_bytes
             buffers[place] = buffers.get(place, 0) + buffer_bytes(unit, inventory)
         if unit.state_bytes:
-            runs_on = main if place in stores else place
+            runs_on = main if rests_on in stores else place
             state[runs_on] = state.get(runs_on, 0) + unit.state_bytes
     computing = {main, *resident}
-    keys = list(dict.fromkeys([*budgets, *(key for key in (main, *assignment.places) if key not in budgets)]))
+    keys = list(dict.fromkeys([*budgets, *(key for key in (main, *map(computing_key, assignment.places)) if key not in budgets)]))
     devices = tuple(
         DeviceUse(
             key,
@@ -216,7 +229,7 @@ def _described(
             state.get(key, 0),
             needs.workspace_bytes if key in computing else 0,
             buffers.get(key, 0),
-            tuple(name for name, device in device_map.items() if device == key),
+            tuple(name for name, device in device_map.items() if computing_key(device) == key),
         )
         for key in sorted(keys, key=lambda key: (isinstance(key, str), ("mps", "cpu", "disk").index(key) if isinstance(key, str) else key))
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -11,12 +11,12 @@ from torch import nn
 
 from ..constants import GROUP_ALIGNMENT_BYTES
 from ..device_map import device_for
-from ..devices import DeviceKey, accelerators, as_key, device_name
+from ..devices import DeviceKey, accelerators, as_key, computing_key, device_name
 from ..errors import MachineError, PlanError
 from ..machine import Machine
 from ..measuring import kept_machine
 from ..parts import smallest_ring
-from .cost import Forward, Moving, Prediction, Stage, forward, predict
+from .cost import Forward, Moving, Prediction, Run, Stage, forward, predict
 from .hardware import named_machine
 from .items import Inventory, Unit, find_items
 from .request import Request
@@ -28,7 +28,7 @@ from .table import device_text
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["MachineLike", "find_machine", "predict_forward", "predicted"]
+__all__ = ["Case", "MachineLike", "case_of", "find_machine", "predict_forward"]
 
 MachineLike: TypeAlias = Machine | str | Sequence[str] | Mapping[object, str]
 """Rates, `"measured"`, or names of accelerators (`planning.hardware`): one for all, one after the other, or by device."""
@@ -85,7 +85,22 @@ def _looked_up() -> Machine | None:
         return None
 
 
-def predicted(
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An assignment as the cost model sees it."""
+
+    stages: Sequence[Stage]
+    machine: Machine
+    run: Run
+    moving: Moving
+    context: int | None
+
+    def predicted(self, stages: Sequence[Stage]) -> Prediction:
+        """Seconds that these stages are expected to take under the same circumstances."""
+        return predict(stages, self.machine, self.run, self.moving, self.context)
+
+
+def case_of(
     request: Request,
     machine: Machine,
     facts: ModelFacts,
@@ -93,8 +108,8 @@ def predicted(
     units: Sequence[Unit],
     assignment: Assignment,
     offload_buffers: bool,
-) -> Prediction:
-    """Seconds that the assignment is expected to take."""
+) -> Case:
+    """What decides how long the assignment takes."""
     machine = _with_others(machine, request.budgets)
     run = run_of(facts, request.dtype, request.workload.batch)
     places = {item.name: place for unit, place in zip(units, assignment.places, strict=True) for item in unit.items}
@@ -105,7 +120,7 @@ def predicted(
         overlaps=assignment.slots >= 2 or _fits_two_parts(request.model, stages, inventory, assignment.reserve_bytes),
         cached_bytes=_cached_bytes(machine, request, units, assignment),
     )
-    return predict(stages, machine, run, moving, request.workload.context)
+    return Case(stages, machine, run, moving, request.workload.context)
 
 
 def predict_forward(model: nn.Module, plan: Plan, machine: Machine, *, tokens: int, past: int = 0, is_cached: bool = True) -> Forward:
@@ -164,5 +179,5 @@ def _cached_bytes(machine: Machine, request: Request, units: Sequence[Unit], ass
     memory_bytes = machine.devices["cpu"].memory_bytes or request.budgets.get("cpu")
     if memory_bytes is None:
         return None
-    used_bytes = sum(unit.total_bytes for unit, place in zip(units, assignment.places, strict=True) if place == "cpu")
+    used_bytes = sum(unit.total_bytes for unit, place in zip(units, assignment.places, strict=True) if computing_key(place) == "cpu")
     return max(0, memory_bytes - used_bytes - (assignment.reserve_bytes if assignment.main == "cpu" else 0))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..devices import DeviceKey
+from ..devices import DeviceKey, computing_key
 from ..modules import owner_of, reads_rows_only
 from .config_fields import ConfigFields, text_config
 from .cost import Run, Stage
@@ -114,8 +114,8 @@ def stages_of(
         stages.append(
             Stage(
                 item.name,
-                runs_on=main if away else place,
-                rests_on=place,
+                runs_on=main if away else computing_key(place),
+                rests_on=computing_key(place),
                 weights=found.weights,
                 weight_bytes=sum(nbytes[key] for key in found.matrices),
                 expert_weights=found.expert_weights,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...devices import DeviceKey, as_key
+from ...devices import DeviceKey, as_key, computing_key
 from ...dispatch import LazyTensor
 from ...quantization import has_packed_stacks
 from .keys import TransformersKeys
@@ -48,7 +48,7 @@ def _map_for_libraries(model: Any, device_map: dict[str, DeviceKey]) -> dict[str
     device, because all weights are on disk, it gets one for the (empty) rest of the model. The CPU alone is a `torch.device`, since "cpu"
     means to transformers that something is offloaded.
     """
-    if set(device_map.values()) == {"cpu"}:
+    if set(map(computing_key, device_map.values())) == {"cpu"}:
         return dict.fromkeys(device_map, torch.device("cpu"))
     main = as_key(model.device)
     if main not in device_map.values():
