@@ -13,12 +13,7 @@ __all__ = ["as_memory", "empty_host_tensor", "empty_tensor", "empty_tensors"]
 
 
 def empty_host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised contiguous tensor on CPU, which any thread may fill.
-
-    Ordinary pages on purpose. Huge pages (MADV_HUGEPAGE) halve a load where the kernel has warm ones, but in a virtual machine whose host
-    takes free memory back they are the coldest pages there are: 2.4 GiB of float32 from a bfloat16 file took 3 to 6 s with them and 1.4 to
-    2.8 s without, in fresh processes, measured in turns.
-    """
+    """An uninitialised contiguous tensor on CPU, which any thread may fill. `FirstTouch` gives it its memory when it is filled."""
     with torch.inference_mode(False):  # a tensor made in inference mode cannot be filled from outside of it
         return torch.empty(shape, dtype=dtype, device="cpu")
 

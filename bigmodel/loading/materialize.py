@@ -144,7 +144,7 @@ def materialize(
         total += sum(entry.nbytes for entry in kept_before.entries.values())
     try:
         with Progress(total, "Loading", show=progress, callback=progress_callback) as bar:
-            bytes_read = reader.read(jobs, bar)
+            bytes_read = reader.read(jobs, bar, fresh=True)
             if packer is not None and weights:
                 places = {name: targets.get(keys[name]) for name in weights}
                 packed = bring_packed(reader, weights, places, packer, packed_file, kept_before, bar)

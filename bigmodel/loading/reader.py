@@ -15,6 +15,7 @@ from ..progress import Progress
 from .copying import copy_rounded
 from .entry import FileIdentity, contiguous_strides
 from .files import OpenFiles
+from .first_touch import FirstTouch
 from .host_memory import empty_host_tensor
 from .location import CheckpointFile
 from .ranges import Batch, Range, ReadPlan, plan_reads
@@ -44,31 +45,46 @@ class Reader:
         self._reading = reading
         self._remote = RemoteReader(identities)
 
-    def read(self, jobs: Sequence[tuple[Transfer, torch.Tensor]], progress: Progress | None = None, *, in_this_thread: bool = False) -> int:
+    def read(
+        self,
+        jobs: Sequence[tuple[Transfer, torch.Tensor]],
+        progress: Progress | None = None,
+        *,
+        in_this_thread: bool = False,
+        fresh: bool = False,
+    ) -> int:
         """Fills each tensor (contiguous, of the transfer's shape, on any device, any float dtype where the transfer's is one).
 
         Values are those of the transfer's dtype, then cast to the tensor's. Staging memory beside the tensors is at most
         `constants.RING_BYTES`. Returns the bytes of the files that became elements. Raises `CheckpointError` when a file has changed or
-        ends early; what the tensors hold then is undefined. Who is one of several threads already reads `in_this_thread`.
+        ends early; what the tensors hold then is undefined. Who is one of several threads already reads `in_this_thread`. `fresh` tensors
+        have never been written to, so that their memory has yet to be given to the process.
         """
         plan = plan_reads([(transfer, tensor.dtype, tensor.device.type == "cpu") for transfer, tensor in jobs])
-        return self.carry_out(plan, [tensor for _, tensor in jobs], progress, in_this_thread=in_this_thread)
+        destinations = [tensor for _, tensor in jobs]
+        return self.carry_out(plan, destinations, progress, in_this_thread=in_this_thread, fresh=fresh)
 
     def carry_out(
-        self, plan: ReadPlan, destinations: Sequence[torch.Tensor], progress: Progress | None = None, *, in_this_thread: bool = False
+        self,
+        plan: ReadPlan,
+        destinations: Sequence[torch.Tensor],
+        progress: Progress | None = None,
+        *,
+        in_this_thread: bool = False,
+        fresh: bool = False,
     ) -> int:
         """Reads by a plan that `plan_reads` made for such destinations: for who reads the same tensors again and again. See `read`."""
         for transfer, destination in zip(plan.transfers, destinations, strict=True):
             if destination.shape != transfer.shape or not destination.is_contiguous():
                 raise ValueError(f"{transfer.target!r}: the destination must be contiguous and of shape {list(transfer.shape)}.")
-        self._read_batches(plan, destinations, progress, in_this_thread=in_this_thread)
+        self._read_batches(plan, destinations, progress, in_this_thread=in_this_thread, fresh=fresh)
         total = plan.filled_bytes
         for number, piece, computation in plan.computed:
             total += self._compute(piece, computation, plan.transfers[number], destinations[number], progress, in_this_thread)
         return total
 
     def _read_batches(
-        self, plan: ReadPlan, destinations: Sequence[torch.Tensor], progress: Progress | None, *, in_this_thread: bool
+        self, plan: ReadPlan, destinations: Sequence[torch.Tensor], progress: Progress | None, *, in_this_thread: bool, fresh: bool
     ) -> None:
         descriptors = self.files.checked(plan.files)
         flat = [destination.detach().view(-1) for destination in destinations]
@@ -76,15 +92,16 @@ class Reader:
         if plan.remote:
             self._remote.read(plan.remote, flat, progress)
         if in_this_thread or len(plan.batches) <= 1 or plan.filled_bytes <= INLINE_BYTES:
-            _drain(iter(plan.batches), flat, streams, Way("buffered", self.files, descriptors, 0), progress, Crew())
+            _drain(iter(plan.batches), flat, streams, Way("buffered", self.files, descriptors, 0), None, progress, Crew())
             return
         way = Way(self._reading, self.files, descriptors, sum(batch.nbytes for batch in plan.batches))
         pending = _Shared(plan.batches, descriptors, way)
+        first_touch = FirstTouch(flat) if fresh else None
         crew = Crew()
         pool = workers()
         count = min(reading_threads() if way.is_buffered else max(MIN_WORKERS, reading_threads()), len(plan.batches))
         try:
-            futures = [pool.submit(_drain, pending, flat, streams, way, progress, crew) for _ in range(count)]
+            futures = [pool.submit(_drain, pending, flat, streams, way, first_touch, progress, crew) for _ in range(count)]
             for future in futures:
                 result_of(future)
         finally:
@@ -164,6 +181,7 @@ def _drain(
     destinations: Sequence[torch.Tensor],
     streams: Mapping[torch.device, torch.Stream],
     way: Way,
+    first_touch: FirstTouch | None,
     progress: Progress | None,
     crew: Crew,
 ) -> None:
@@ -177,14 +195,21 @@ def _drain(
                     return
                 if window is None and not way.is_buffered:
                     window = way.new_window()
-                _read_batch(batch, destinations, way, staging, window)
+                _read_batch(batch, destinations, way, first_touch, staging, window)
                 if progress is not None:
                     progress.advance(batch.filled_bytes)
         finally:
             staging.finish()
 
 
-def _read_batch(batch: Batch, destinations: Sequence[torch.Tensor], way: Way, staging: Staging, window: torch.Tensor | None) -> None:
+def _read_batch(
+    batch: Batch,
+    destinations: Sequence[torch.Tensor],
+    way: Way,
+    first_touch: FirstTouch | None,
+    staging: Staging,
+    window: torch.Tensor | None,
+) -> None:
     parts: list[torch.Tensor] = []
     copies: list[tuple[Range, torch.Tensor]] = []
     position = batch.ranges[0].offset
@@ -197,12 +222,16 @@ def _read_batch(batch: Batch, destinations: Sequence[torch.Tensor], way: Way, st
         if each.dims is None:
             item = each.dtype.itemsize
             parts.append(destinations[each.job].view(torch.uint8)[each.first * item : each.first * item + each.nbytes])
+            if first_touch is not None:
+                first_touch.prepare(parts[-1])
         else:
             assert memory is not None
             part = memory[used : used + each.nbytes]
             used += each.staged_bytes
             parts.append(part)
             copies.append((each, part))
+            if first_touch is not None and each.dense_elements:
+                first_touch.prepare(destinations[each.job][each.first : each.first + each.dense_elements])
         position = each.offset + each.nbytes
     way.read(batch.file, batch.ranges[0].offset, parts, window, again=batch.read_again)
     staging.put(copies)

@@ -50,7 +50,7 @@ def load_state_dict(checkpoint_file: str | Path, device_map: Mapping[str, object
         jobs.append((transfer, tensor))
     reader = Reader(checkpoint.identities, "auto")
     try:
-        reader.read(jobs)
+        reader.read(jobs, fresh=True)
     finally:
         reader.close()
     return {transfer.target: tensor for transfer, tensor in jobs}

@@ -146,7 +146,7 @@ def test_a_truncated_shard_leaves_everything_as_it_was(tied: Build, filled: nn.M
 
 
 def test_an_error_while_reading_leaves_no_folder_behind(saved: Path, tied: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Reader, jobs: object, progress: object) -> int:
+    def fail(self: Reader, jobs: object, progress: object, **how: object) -> int:
         raise KeyboardInterrupt
 
     folder = tmp_path / "offload"

@@ -200,7 +200,7 @@ def test_an_interruption_while_reading_leaves_the_model_alone(
     before = dict(model.named_parameters())
     values = {name: parameter.clone() for name, parameter in before.items()}
 
-    def interrupt(self: Reader, jobs: object, progress: object) -> int:
+    def interrupt(self: Reader, jobs: object, progress: object, **how: object) -> int:
         raise Interrupted
 
     monkeypatch.setattr(Reader, "read", interrupt)
