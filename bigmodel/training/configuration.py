@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import metadata
 from os import PathLike
 from typing import Any
 
-from torch.torch_version import TorchVersion
-
 from ..errors import MissingPackageError, TrainingError
 from ..settings import PREFIXES, environment_flag, read_variable
+from .available import is_torchdata_stateful_dataloader_available
 from .enums import DynamoBackend
 from .handlers import KwargsHandler
 
 __all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin", "ProjectConfiguration", "TorchDynamoPlugin"]
-
-STATEFUL_TORCHDATA = "0.8.0"
-"""The first torchdata with a loader that can say where it stands."""
 
 
 @dataclass
@@ -121,21 +116,8 @@ class DataLoaderConfiguration:
     def __post_init__(self) -> None:
         if self.data_seed is not None and not self.use_seedable_sampler:
             raise TrainingError(f"data_seed={self.data_seed} would not be used: set use_seedable_sampler=True, or leave it out.")
-        if self.use_stateful_dataloader:
-            _check_torchdata()
-
-
-def _check_torchdata() -> None:
-    try:
-        version = metadata.version("torchdata")
-    except metadata.PackageNotFoundError:
-        version = None
-    if version is None or TorchVersion(version) < STATEFUL_TORCHDATA:
-        there = "it is not installed" if version is None else f"this is {version}"
-        raise MissingPackageError(
-            f"use_stateful_dataloader=True needs torchdata {STATEFUL_TORCHDATA} or later, and {there}. "
-            f"Run: pip install 'torchdata>={STATEFUL_TORCHDATA}'."
-        )
+        if self.use_stateful_dataloader and not is_torchdata_stateful_dataloader_available():
+            raise MissingPackageError("use_stateful_dataloader=True needs torchdata 0.8.0 or later: pip install 'torchdata>=0.8.0'.")
 
 
 @dataclass

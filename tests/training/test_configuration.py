@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from bigmodel.errors import MissingPackageError, TrainingError
+from bigmodel.training import available
 from bigmodel.training.configuration import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
 from bigmodel.training.enums import DynamoBackend
 
@@ -88,19 +88,16 @@ def test_a_seed_needs_the_sampler_that_uses_it() -> None:
         DataLoaderConfiguration(data_seed=3)
 
 
-@pytest.mark.parametrize("version", [None, "0.7.1", "0.8.0", "0.11.0"])
-def test_a_stateful_loader_needs_a_torchdata_that_has_one(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def installed(name: str) -> str:
-        if name != "torchdata" or version is None:
-            raise metadata.PackageNotFoundError(name)
-        return version
-
-    monkeypatch.setattr(metadata, "version", installed)
-    if version in ("0.8.0", "0.11.0"):
+@pytest.mark.parametrize("there", [True, False])
+def test_a_stateful_loader_needs_a_torchdata_that_has_one(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(available, "is_package_available", lambda name: bool(asked.append(name)) or there)
+    if there:
         assert DataLoaderConfiguration(use_stateful_dataloader=True).use_stateful_dataloader
     else:
-        with pytest.raises(MissingPackageError, match="not installed" if version is None else "0.7.1"):
+        with pytest.raises(MissingPackageError, match=r"pip install 'torchdata>=0\.8\.0'"):
             DataLoaderConfiguration(use_stateful_dataloader=True)
+    assert asked == ["torchdata.stateful_dataloader"]
 
 
 def test_logs_go_to_the_project_unless_told_otherwise(tmp_path: Path) -> None:
