@@ -23,7 +23,7 @@ from .offload_folder import (
 )
 from .reader import Reader
 from .report import LoadReport
-from .save import Fetch, save_model
+from .save import Fetch, save_model, without_aliases, write_safetensors
 from .set_tensor import set_module_tensor_to_device
 from .state_dict import load_state_dict, read_tensors
 from .store import CheckpointStore
@@ -80,5 +80,7 @@ __all__ = [
     "save_model",
     "save_offload_index",
     "set_module_tensor_to_device",
+    "without_aliases",
     "write_owner",
+    "write_safetensors",
 ]

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from .formats.safetensors import lay_out
 from .formats.torch_zip import TorchZipFormat
 from .tensor_file import byte_parts
 
-__all__ = ["Fetch", "save_model"]
+__all__ = ["Fetch", "save_model", "without_aliases", "write_safetensors"]
 
 Fetch = Callable[[str], torch.Tensor]
 """Name in the state dict → its values, on any device."""
@@ -57,7 +57,7 @@ def save_model(
     """
     folder = Path(folder)
     tensors = _tensors(model)
-    kept, aliases = _without_aliases(model, tensors)
+    kept, aliases = without_aliases(tensors)
     if fetch is None:
         empty = [name for name in kept if kept[name].device.type == "meta"]
         if empty:
@@ -76,7 +76,8 @@ def save_model(
         for name, shard in zip(names, shards, strict=True):
             own = {alias: first for alias, first in aliases.items() if first in shard}
             if safe_serialization:
-                _write_safetensors(temporary / name, shard, fetch, {"format": "pt", **(metadata or {}), **own})
+                with open(temporary / name, "wb", buffering=0) as stream:
+                    write_safetensors(stream, shard, fetch, {**(metadata or {}), **own})
             else:
                 _write_torch(temporary / name, shard, fetch, own)
         if len(shards) > 1:
@@ -99,7 +100,7 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def _without_aliases(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def without_aliases(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors that have to be saved, and the names that stand for the very same bytes → the name that is saved."""
     kept: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -138,14 +139,17 @@ def _fetched(fetch: Fetch, name: str, spec: TensorSpec) -> torch.Tensor:
     return tensor
 
 
-def _write_safetensors(file: Path, specs: Mapping[str, TensorSpec], fetch: Fetch, metadata: Mapping[str, str]) -> None:
-    beginning, offsets = lay_out(specs, metadata)
-    with open(file, "wb", buffering=0) as stream:
-        write_all(stream, beginning)
-        for name in offsets:
-            if _nbytes(specs[name]):
-                for part in byte_parts(_fetched(fetch, name, specs[name])):
-                    write_all(stream, part)
+def write_safetensors(stream: BinaryIO, specs: Mapping[str, TensorSpec], fetch: Fetch, metadata: Mapping[str, str]) -> None:
+    """Writes a whole safetensors file of PyTorch's to `stream`, from one end to the other, with one tensor in memory at a time.
+
+    Raises `CheckpointError` for a dtype that the format lacks, and for values that `fetch` gives with another shape or dtype.
+    """
+    beginning, offsets = lay_out(specs, {"format": "pt", **metadata})
+    write_all(stream, beginning)
+    for name in offsets:
+        if _nbytes(specs[name]):
+            for part in byte_parts(_fetched(fetch, name, specs[name])):
+                write_all(stream, part)
 
 
 def _write_torch(file: Path, specs: Mapping[str, TensorSpec], fetch: Fetch, aliases: Mapping[str, str]) -> None:

@@ -19,13 +19,12 @@ __all__ = ["compile_model", "compile_regions", "has_compiled_regions", "is_compi
 
 
 def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-    """The model as the plugin compiles it; the model itself where the plugin's backend is `"NO"`, or where something is compiled already."""
+    """The model as the plugin compiles it; the model itself where the backend is `"NO"`, or where something is compiled already."""
     if plugin.backend == DynamoBackend.NO or has_compiled_regions(model):
         return model
     if plugin.use_regional_compilation:
         return compile_regions(model, **plugin.to_kwargs())
-    compiled: nn.Module = torch.compile(model, **plugin.to_kwargs())
-    return compiled
+    return torch.compile(model, **plugin.to_kwargs())  # type: ignore[return-value]
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:

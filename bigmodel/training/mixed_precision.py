@@ -8,17 +8,13 @@ from typing import Any
 import torch
 
 from .accelerator_state import AcceleratorState
-from .enums import DistributedType, PrecisionType
+from .enums import DistributedType
 from .handlers import AutocastKwargs
 from .state import PartialState
 
 __all__ = ["get_grad_scaler", "get_mixed_precision_context_manager"]
 
-COMPUTE_DTYPES = {
-    PrecisionType.FP16.value: torch.float16,
-    PrecisionType.BF16.value: torch.bfloat16,
-    PrecisionType.FP8.value: torch.bfloat16,
-}
+COMPUTE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 """What autocast casts to. Under fp8 the layers that can compute in it do so themselves, all others in bf16."""
 
 
