@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from .constants import GiB, KiB, MiB
 
-__all__ = ["bytes_text", "convert_bytes", "first_repeated", "names_text", "printable"]
+__all__ = ["bytes_text", "first_repeated", "names_text", "printable"]
 
 
 def bytes_text(nbytes: int | None, *, short: bool = False) -> str:
@@ -20,15 +20,6 @@ def bytes_text(nbytes: int | None, *, short: bool = False) -> str:
             digits = 3 - len(str(int(abs(amount)))) if short else 2 if amount < 100 else 1
             return f"{amount:.{max(0, digits)}f} {name}"
     return f"{nbytes} B"
-
-
-def convert_bytes(size: float) -> str:
-    """Bytes as scripts of the ecosystem print them: `"1.0 KB"` are 1024 bytes; up to PB, two decimals at most."""
-    for unit in ("bytes", "KB", "MB", "GB", "TB"):
-        if abs(size) < 1024:
-            return f"{round(size, 2)} {unit}"
-        size /= 1024
-    return f"{round(size, 2)} PB"
 
 
 def printable(text: str) -> str:

@@ -218,7 +218,7 @@ class ProfileKwargs(KwargsHandler):
         from torch.profiler import profile, schedule
 
         return profile(
-            activities=None if self.activities is None else [_activity(word) for word in self.activities],
+            activities=_activities(self.activities),
             schedule=None if self.schedule_option is None else schedule(**_schedule_steps(self.schedule_option)),
             on_trace_ready=self._finish_cycle,
             record_shapes=self.record_shapes,
@@ -237,15 +237,19 @@ class ProfileKwargs(KwargsHandler):
             profiler.export_chrome_trace(str(folder / f"profile_{PartialState().process_index}.json"))
 
 
-def _activity(word: str) -> ProfilerActivity:
-    from torch.profiler import ProfilerActivity
+def _activities(words: list[str] | None) -> list[ProfilerActivity]:
+    from torch.profiler import ProfilerActivity, supported_activities
 
-    known = {name.lower(): activity for name, activity in ProfilerActivity.__members__.items()}
     # An accelerator that came with a library of its own is torch's "private use" device, under the name that it gave itself.
-    known.setdefault(accelerator_type() or "privateuse1", known["privateuse1"])
-    if word.lower() not in known:
-        raise TrainingError(f"activities holds {word!r}: use some of {sorted(known)}.")
-    return known[word.lower()]
+    private = torch._C._get_privateuse1_backend_name()
+    if words is None:  # such a library may be there without a device, whose profiler fails then
+        return [each for each in supported_activities() if each != ProfilerActivity.PrivateUse1 or private == accelerator_type()]
+    known = {name.lower(): activity for name, activity in ProfilerActivity.__members__.items()}
+    known[private] = ProfilerActivity.PrivateUse1
+    for word in words:
+        if word.lower() not in known:
+            raise TrainingError(f"activities holds {word!r}: use some of {sorted(known)}.")
+    return [known[word.lower()] for word in words]
 
 
 def _schedule_steps(steps: Mapping[str, int]) -> dict[str, int]:

@@ -24,6 +24,8 @@ from .other import *  # noqa: F403
 from .other import __all__ as _other
 from .random import *  # noqa: F403
 from .random import __all__ as _random
+from .torch_xla import *  # noqa: F403
+from .torch_xla import __all__ as _torch_xla
 from .versions import *  # noqa: F403
 from .versions import __all__ as _versions
 
@@ -39,5 +41,6 @@ __all__ = [
     *_operations,
     *_other,
     *_random,
+    *_torch_xla,
     *_versions,
 ]  # noqa: PLE0604, RUF100

@@ -1,4 +1,4 @@
-"""Sizes, budgets, device maps, ties, moving and loading."""
+"""Sizes, budgets, device maps, ties, moving and loading; mixed precision."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from ..planning import (
     infer_auto_device_map,
     retie_parameters,
 )
+from ..training.mixed_precision import get_grad_scaler, get_mixed_precision_context_manager
 
 __all__ = [
     "CustomDtype",
@@ -43,8 +44,10 @@ __all__ = [
     "fallback_allocate",
     "find_tied_parameters",
     "get_balanced_memory",
+    "get_grad_scaler",
     "get_max_layer_size",
     "get_max_memory",
+    "get_mixed_precision_context_manager",
     "get_module_leaves",
     "get_module_size_with_ties",
     "get_non_persistent_buffers",

@@ -1,9 +1,33 @@
-"""The rest: waiting for the other processes, ports, the kernel, bytes for people."""
+"""The rest: waiting for the other processes, models out of their wrappers, compiled regions, files, ports, the kernel, bytes for people."""
 
 from __future__ import annotations
 
+from ..training.compiling import compile_regions, has_compiled_regions, is_compiled_module
 from ..training.environment import check_os_kernel, get_free_port, is_port_in_use
 from ..training.memory import convert_bytes
+from ..training.parallel import (
+    extract_model_from_parallel,
+    get_module_children_bottom_up,
+    load,
+    merge_dicts,
+    recursive_getattr,
+    save,
+)
 from ..training.state import wait_for_everyone
 
-__all__ = ["check_os_kernel", "convert_bytes", "get_free_port", "is_port_in_use", "wait_for_everyone"]
+__all__ = [
+    "check_os_kernel",
+    "compile_regions",
+    "convert_bytes",
+    "extract_model_from_parallel",
+    "get_free_port",
+    "get_module_children_bottom_up",
+    "has_compiled_regions",
+    "is_compiled_module",
+    "is_port_in_use",
+    "load",
+    "merge_dicts",
+    "recursive_getattr",
+    "save",
+    "wait_for_everyone",
+]

@@ -43,7 +43,8 @@ IMPORTS = """is_bf16_available is_bnb_available is_cuda_available is_deepspeed_a
     is_tensorboard_available is_torch_xla_available is_transformers_available is_wandb_available is_xpu_available"""
 RANDOM = "set_seed synchronize_rng_state synchronize_rng_states"
 MEMORY = "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size"
-OTHER = "check_os_kernel convert_bytes get_free_port is_port_in_use wait_for_everyone"
+OTHER = """check_os_kernel compile_regions convert_bytes extract_model_from_parallel get_free_port get_module_children_bottom_up
+    has_compiled_regions is_compiled_module is_port_in_use load merge_dicts recursive_getattr save wait_for_everyone"""
 VERSIONS = "compare_versions is_torch_version"
 
 PATHS = {
@@ -57,11 +58,12 @@ PATHS = {
     "bigmodel.utils.environment": ENVIRONMENT,
     "bigmodel.utils.imports": IMPORTS,
     "bigmodel.utils.memory": MEMORY,
-    "bigmodel.utils.modeling": MODELING,
+    "bigmodel.utils.modeling": f"{MODELING} get_grad_scaler get_mixed_precision_context_manager",
     "bigmodel.utils.offload": OFFLOAD,
     "bigmodel.utils.operations": "find_device is_namedtuple send_to_device",
     "bigmodel.utils.other": OTHER,
     "bigmodel.utils.random": RANDOM,
+    "bigmodel.utils.torch_xla": "install_xla",
     "bigmodel.utils.versions": VERSIONS,
 }
 
