@@ -11,11 +11,13 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
     "DispatchError",
+    "DistributedOperationException",
     "MachineError",
     "MatchError",
     "MissingPackageError",
     "PlanError",
     "QuantizationError",
+    "StructureError",
     "TrainingError",
 ]
 
@@ -62,3 +64,11 @@ class MissingPackageError(BigModelError, ImportError):
 
 class TrainingError(BigModelError, ValueError, RuntimeError):
     """Processes, settings or data of a training job that do not fit together."""
+
+
+class StructureError(TrainingError, TypeError):
+    """A nested structure with something else in it, or of another make, than a function can take."""
+
+
+class DistributedOperationException(TrainingError):
+    """Processes that come to a collective with tensors, structures or operations that do not fit each other; raised in all of them."""

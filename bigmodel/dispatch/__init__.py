@@ -10,7 +10,7 @@ from .facade import show_device_map
 from .full_state_dict import get_state_dict_from_offload, get_state_dict_offloaded_model
 from .hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module, remove_hook_from_submodules
 from .lazy import LazyTensor
-from .movement import find_device, is_namedtuple, send_to_device
+from .movement import find_device, send_to_device
 from .offload_hooks import (
     SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,
     CpuOffload,
@@ -56,7 +56,6 @@ __all__ = [
     "get_state_dict_from_offload",
     "get_state_dict_offloaded_model",
     "has_offloaded_params",
-    "is_namedtuple",
     "placement",
     "remove_hook_from_module",
     "remove_hook_from_submodules",

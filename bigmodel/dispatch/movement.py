@@ -9,27 +9,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["Moves", "find_device", "is_namedtuple", "is_tensor_on", "move", "send_to_device"]
+from ..structures import children, is_dataclass_instance, rebuilt
 
-
-def is_namedtuple(data: object) -> bool:
-    """Whether `data` is a namedtuple, or an instance of a class made from one."""
-    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+__all__ = ["Moves", "find_device", "is_tensor_on", "move", "send_to_device"]
 
 
 def find_device(data: object) -> torch.device | None:
     """The device of the first tensor in nested lists, tuples, mappings and dataclasses; None without one."""
     if isinstance(data, torch.Tensor):
         return data.device
-    if isinstance(data, Mapping):
-        values: Collection[object] = data.values()
-    elif isinstance(data, (tuple, list)):
-        values = data
-    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
-        values = [getattr(data, field.name, None) for field in dataclasses.fields(data)]
-    else:
-        return None
-    for value in values:
+    for value in children(data) or ():
         device = find_device(value)
         if device is not None:
             return device
@@ -45,29 +34,26 @@ def is_tensor_on(tensor: torch.Tensor, device: torch.device) -> bool:
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | Collection[str] | None = None) -> Any:
     """The nested structure with everything that has a `.to` on `device`; other objects come back as they are.
 
-    `skip_keys` names mapping keys, at any depth, whose values stay. Containers are rebuilt with their own types.
+    Lists, tuples, mappings and dataclasses are opened, and rebuilt with their own types. `skip_keys` names mapping keys, at any depth,
+    whose values stay.
     """
-    skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
-    if is_namedtuple(tensor) and not hasattr(tensor, "to"):
-        return type(tensor)(*(send_to_device(item, device, non_blocking, skipped) for item in tensor))
-    if isinstance(tensor, (tuple, list)) and not hasattr(tensor, "to"):
-        return type(tensor)(send_to_device(item, device, non_blocking, skipped) for item in tensor)
-    if isinstance(tensor, Mapping) and not hasattr(tensor, "to"):
-        items = {key: value if key in skipped else send_to_device(value, device, non_blocking, skipped) for key, value in tensor.items()}
-        if type(tensor) is dict:
-            return items
-        if isinstance(tensor, MutableMapping):
-            result = copy.copy(tensor)
-            for key, value in items.items():
-                result[key] = value
-            return result
-        return type(tensor)(items)  # type: ignore[call-arg]
     if hasattr(tensor, "to"):
         try:
             return tensor.to(device, non_blocking=non_blocking)
         except TypeError:  # objects of other libraries whose `to` knows only the device
             return tensor.to(device)
-    return tensor
+    inside = children(tensor)
+    if inside is None:
+        return tensor
+    skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
+    names = tensor.keys() if isinstance(tensor, Mapping) else (None,) * len(inside)
+    return rebuilt(
+        tensor,
+        [
+            value if name in skipped else send_to_device(value, device, non_blocking, skipped)
+            for name, value in zip(names, inside, strict=True)
+        ],
+    )
 
 
 class Moves:
@@ -165,7 +151,7 @@ def _moved(data: Any, device: torch.device, skip_keys: Collection[str], moves: M
             return data
         if hasattr(data, "to"):  # a PackedSequence checks what it is built from; it knows how to move itself
             return data.to(device)
-        return type(data)(*items) if is_namedtuple(data) else type(data)(items)
+        return rebuilt(data, items)
     if isinstance(data, list):
         items = [move(item, device, skip_keys, moves) for item in data]
         return data if all(new is old for new, old in zip(items, data, strict=True)) else moves.of_list(data, items)
@@ -176,7 +162,7 @@ def _moved(data: Any, device: torch.device, skip_keys: Collection[str], moves: M
         if isinstance(data, MutableMapping):
             return moves.of_mapping(data, changed)
         return type(data)({**data, **changed})  # type: ignore[call-arg]
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+    if is_dataclass_instance(data):
         fields = ((field.name, getattr(data, field.name, None)) for field in dataclasses.fields(data))
         changed = _changed(fields, device, skip_keys, moves)
         return moves.of_dataclass(data, changed) if changed else data

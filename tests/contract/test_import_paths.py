@@ -30,6 +30,11 @@ UTILS = """CustomDtype align_module_device calculate_maximum_sizes check_device_
     find_device find_tied_parameters get_balanced_memory get_max_layer_size get_max_memory has_offloaded_params id_tensor_storage
     infer_auto_device_map is_namedtuple load_checkpoint_in_model load_offloaded_weights load_state_dict named_module_tensors
     retie_parameters send_to_device set_module_tensor_to_device"""
+OPERATIONS = """CannotPadNestedTensorWarning ConvertOutputsToFp32 DistributedOperationException TensorInformation broadcast
+    broadcast_object_list concatenate convert_outputs_to_fp32 convert_to_fp32 copy_tensor_to_devices find_batch_size
+    find_device gather gather_object get_data_structure get_shape honor_type ignorant_find_batch_size initialize_tensors
+    is_namedtuple is_tensor_information is_torch_tensor listify pad_across_processes pad_input_tensors recursively_apply
+    reduce send_to_device slice_tensors"""
 HOOKS = """AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook UserCpuOffloadHook add_hook_to_module
     attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook remove_hook_from_module
     remove_hook_from_submodules"""
@@ -52,7 +57,7 @@ PATHS = {
     "bigmodel.big_modeling": BIG_MODELING,
     "bigmodel.hooks": f"{HOOKS} PrefixedDataset find_device named_module_tensors send_to_device set_module_tensor_to_device",
     "bigmodel.state": "AcceleratorState DistributedType GradientState PartialState",
-    "bigmodel.utils": f"{UTILS} {OFFLOAD} {CONSTANTS} {ENVIRONMENT} {IMPORTS} {RANDOM} {MEMORY} {OTHER} {VERSIONS}",
+    "bigmodel.utils": f"{UTILS} {OFFLOAD} {CONSTANTS} {ENVIRONMENT} {IMPORTS} {RANDOM} {MEMORY} {OTHER} {VERSIONS} {OPERATIONS}",
     "bigmodel.utils.constants": f"{CONSTANTS} SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
     "bigmodel.utils.dataclasses": DATACLASSES,
     "bigmodel.utils.environment": ENVIRONMENT,
@@ -60,7 +65,7 @@ PATHS = {
     "bigmodel.utils.memory": MEMORY,
     "bigmodel.utils.modeling": f"{MODELING} get_grad_scaler get_mixed_precision_context_manager",
     "bigmodel.utils.offload": OFFLOAD,
-    "bigmodel.utils.operations": "find_device is_namedtuple send_to_device",
+    "bigmodel.utils.operations": OPERATIONS,
     "bigmodel.utils.other": OTHER,
     "bigmodel.utils.random": RANDOM,
     "bigmodel.utils.torch_xla": "install_xla",

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from bigmodel.dispatch import find_device, is_namedtuple, send_to_device
+from bigmodel.dispatch import find_device, send_to_device
 
 Pair = namedtuple("Pair", "first second")
+
+
+@dataclass(frozen=True)
+class Batch:
+    ids: torch.Tensor
+    name: str
 
 
 def test_find_device() -> None:
     assert find_device([1, "a", {"x": (None, torch.zeros(1))}]) == torch.device("cpu")
     assert find_device({"a": [1]}) is None
     assert find_device(torch.zeros(1, device="meta")) == torch.device("meta")
-
-
-def test_is_namedtuple() -> None:
-    assert is_namedtuple(Pair(1, 2))
-    assert not is_namedtuple((1, 2))
 
 
 def test_send_to_device_keeps_types(accelerators) -> None:
@@ -34,6 +36,8 @@ def test_send_to_device_keeps_types(accelerators) -> None:
         "pair": Pair(x, None),
         "ordered": OrderedDict(a=x),
         "user": UserDict(a=x),
+        "default": defaultdict(list, a=x),
+        "fields": Batch(x, "first"),
         "other": SimpleNamespace(x=x),
     }
     sent = send_to_device(data, device)
@@ -44,6 +48,10 @@ def test_send_to_device_keeps_types(accelerators) -> None:
     assert type(sent["ordered"]) is OrderedDict
     assert sent["user"]["a"].device == device
     assert type(sent["user"]) is UserDict
+    assert sent["default"]["a"].device == device
+    assert sent["default"]["b"] == []
+    assert sent["fields"].ids.device == device
+    assert sent["fields"].name == "first"
     assert sent["other"] is data["other"]
     assert data["list"][0].device.type == "cpu"
 
