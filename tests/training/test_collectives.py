@@ -231,8 +231,7 @@ def test_two_processes(processes, function) -> None:
 
 def all_over_another_backend() -> None:
     """As under a backend that takes no tensors of the CPU for its frames: these travel in a group beside it."""
-    PartialState()
-    PartialState._shared["backend"] = "other"
+    PartialState().backend = "other"
     gather_what_is_special()
     broadcast_into_what_is_special()
     reduce_what_is_special()
