@@ -5,6 +5,7 @@ from __future__ import annotations
 # Scripts that import the package alone reach these as its attributes.
 from . import big_modeling as big_modeling
 from . import hooks as hooks
+from . import launchers as launchers
 from . import state as state
 from . import utils as utils
 from .api import (
@@ -46,6 +47,7 @@ from .training.handlers import (
     InitProcessGroupKwargs,
     ProfileKwargs,
 )
+from .training.launchers import debug_launcher, notebook_launcher
 from .training.memory import find_executable_batch_size
 from .training.random import synchronize_rng_states
 from .training.state import PartialState
@@ -76,6 +78,7 @@ __all__ = [
     "TrainingError",
     "cpu_offload",
     "cpu_offload_with_hook",
+    "debug_launcher",
     "disk_offload",
     "dispatch_model",
     "find_executable_batch_size",
@@ -89,6 +92,7 @@ __all__ = [
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "measure_machine",
+    "notebook_launcher",
     "placement",
     "plan",
     "quantization_report",

@@ -22,6 +22,8 @@ from .errors import PlanError
 __all__ = [
     "CPU_RESIDENT",
     "DeviceKey",
+    "accelerator_count",
+    "accelerator_started",
     "accelerator_type",
     "accelerators",
     "as_device",
@@ -46,6 +48,7 @@ __all__ = [
     "synchronize",
     "unallocated_bytes",
     "use_deterministic_algorithms",
+    "visibility_variable",
 ]
 
 DeviceKey: TypeAlias = int | str
@@ -61,6 +64,32 @@ def accelerator_type() -> str | None:
         return None
     device = torch.accelerator.current_accelerator()
     return None if device is None else device.type
+
+
+def accelerator_count() -> int:
+    """How many accelerators this machine has, told without starting their driver where torch can: this process may be forked still."""
+    return 0 if torch.accelerator.current_accelerator() is None else torch.accelerator.device_count()
+
+
+def accelerator_started() -> bool:
+    """Whether this process has used its accelerator: a process forked from it cannot."""
+    device = torch.accelerator.current_accelerator()
+    started = None if device is None else getattr(_module(device), "is_initialized", None)
+    return started is not None and bool(started()) and accelerator_count() > 0
+
+
+def visibility_variable() -> str | None:
+    """The environment variable by which the accelerators' driver is told which of them to show; None where there is none."""
+    return {
+        "cuda": "CUDA_VISIBLE_DEVICES",
+        "xpu": "ZE_AFFINITY_MASK",
+        "npu": "ASCEND_RT_VISIBLE_DEVICES",
+        "mlu": "MLU_VISIBLE_DEVICES",
+        "musa": "MUSA_VISIBLE_DEVICES",
+        "sdaa": "SDAA_VISIBLE_DEVICES",
+        "hpu": "HABANA_VISIBLE_MODULES",
+        "neuron": "NEURON_RT_VISIBLE_CORES",
+    }.get(accelerator_type() or "")
 
 
 def accelerators() -> list[torch.device]:

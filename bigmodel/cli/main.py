@@ -12,6 +12,7 @@ from .bench import bench
 from .env import env
 from .generate import generate
 from .inspect import inspect
+from .launch import launch
 from .load import load
 from .output import fail
 from .plan import plan
@@ -36,7 +37,7 @@ def _print_version(wanted: bool) -> None:
 def options(
     version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)] = False,
 ) -> None:
-    """PyTorch models that are too big for where they have to run: look into and check checkpoints, plan device maps, generate text."""
+    """PyTorch models that are too big for where they have to run: check checkpoints, plan device maps, generate text, launch training."""
 
 
 app.command()(inspect)
@@ -45,6 +46,8 @@ app.command()(plan)
 app.command()(generate)
 app.command()(bench)
 app.command()(env)
+# What follows the script is the script's, also where it looks like an option.
+app.command(context_settings={"allow_interspersed_args": False})(launch)
 
 
 def main(arguments: list[str] | None = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..training.compiling import compile_regions, has_compiled_regions, is_compiled_module
+from ..training.config_file import write_basic_config
 from ..training.environment import check_os_kernel, get_free_port, is_port_in_use
 from ..training.memory import convert_bytes
 from ..training.parallel import (
@@ -30,4 +31,5 @@ __all__ = [
     "recursive_getattr",
     "save",
     "wait_for_everyone",
+    "write_basic_config",
 ]

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from bigmodel.training.config_file import DEFAULT_CONFIG_FILE
+
 REQUIRED = inspect.Parameter.empty
 
 TOP = """init_empty_weights init_on_device cpu_offload cpu_offload_with_hook disk_offload dispatch_model load_checkpoint_and_dispatch
@@ -49,13 +51,16 @@ IMPORTS = """is_bf16_available is_bnb_available is_cuda_available is_deepspeed_a
 RANDOM = "set_seed synchronize_rng_state synchronize_rng_states"
 MEMORY = "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size"
 OTHER = """check_os_kernel compile_regions convert_bytes extract_model_from_parallel get_free_port get_module_children_bottom_up
-    has_compiled_regions is_compiled_module is_port_in_use load merge_dicts recursive_getattr save wait_for_everyone"""
+    has_compiled_regions is_compiled_module is_port_in_use load merge_dicts recursive_getattr save wait_for_everyone
+    write_basic_config"""
 VERSIONS = "compare_versions is_torch_version"
 
 PATHS = {
-    "bigmodel": f"{TOP} PartialState find_executable_batch_size synchronize_rng_states",
+    "bigmodel": f"{TOP} PartialState debug_launcher find_executable_batch_size notebook_launcher synchronize_rng_states",
     "bigmodel.big_modeling": BIG_MODELING,
     "bigmodel.hooks": f"{HOOKS} PrefixedDataset find_device named_module_tensors send_to_device set_module_tensor_to_device",
+    "bigmodel.commands.config.default": "write_basic_config",
+    "bigmodel.launchers": "debug_launcher notebook_launcher",
     "bigmodel.state": "AcceleratorState DistributedType GradientState PartialState",
     "bigmodel.utils": f"{UTILS} {OFFLOAD} {CONSTANTS} {ENVIRONMENT} {IMPORTS} {RANDOM} {MEMORY} {OTHER} {VERSIONS} {OPERATIONS}",
     "bigmodel.utils.constants": f"{CONSTANTS} SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
@@ -294,6 +299,7 @@ SIGNATURES = {
     "hooks.CpuOffload": {"execution_device": None, "prev_module_hook": None},
     "hooks.UserCpuOffloadHook": {"model": REQUIRED, "hook": REQUIRED},
     "hooks.SequentialHook": {"hooks": REQUIRED},
+    "commands.config.default.write_basic_config": {"mixed_precision": "no", "save_location": DEFAULT_CONFIG_FILE},
     "find_executable_batch_size": {"function": None, "starting_batch_size": 128, "reduce_batch_size_fn": None},
     "synchronize_rng_states": {"rng_types": REQUIRED, "generator": None},
     "utils.clear_device_cache": {"garbage_collection": False},

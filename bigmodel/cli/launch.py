@@ -1,0 +1,59 @@
+"""`bigmodel launch SCRIPT`: a script in the processes of a job, started by torchrun."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..errors import TrainingError
+from ..training.config_file import read_launch_settings
+from ..training.enums import DistributedType
+from ..training.launchers import launch_script
+
+__all__ = ["launch"]
+
+
+def launch(
+    command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script, and its own arguments.")],
+    config_file: Annotated[str | None, typer.Option("--config_file", help="YAML or JSON, as write_basic_config writes it.")] = None,
+    num_processes: Annotated[int | None, typer.Option("--num_processes", help="Processes on all machines together.")] = None,
+    num_machines: Annotated[int | None, typer.Option("--num_machines", help="Machines; run this command on each of them.")] = None,
+    machine_rank: Annotated[int | None, typer.Option("--machine_rank", help="This machine's number, from 0.")] = None,
+    main_process_ip: Annotated[str | None, typer.Option("--main_process_ip", help="Address of machine 0.")] = None,
+    main_process_port: Annotated[int | None, typer.Option("--main_process_port", help="On which machine 0 waits.")] = None,
+    rdzv_backend: Annotated[str | None, typer.Option("--rdzv_backend", help="How machines meet: static, c10d, …")] = None,
+    gpu_ids: Annotated[str | None, typer.Option("--gpu_ids", help="Accelerators to use: 0,2.")] = None,
+    mixed_precision: Annotated[str | None, typer.Option("--mixed_precision", help="no, fp16, bf16 or fp8.")] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Compute on the CPU.")] = False,
+    use_fsdp: Annotated[bool, typer.Option("--use_fsdp", help="Shard the model; its settings are in the config file.")] = False,
+    use_deepspeed: Annotated[bool, typer.Option("--use_deepspeed", help="Train with DeepSpeed.")] = False,
+    use_megatron_lm: Annotated[bool, typer.Option("--use_megatron_lm", help="Train with Megatron-LM.")] = False,
+    threads: Annotated[int | None, typer.Option("--num_cpu_threads_per_process", help="Threads of torch in each process.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Compare shapes between processes before they are gathered.")] = False,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module's name.")] = False,
+) -> None:
+    """Runs a script in several processes, on one machine or several. Options that are given count before the config file's keys."""
+    wanted = {
+        DistributedType.FSDP: use_fsdp,
+        DistributedType.DEEPSPEED: use_deepspeed,
+        DistributedType.MEGATRON_LM: use_megatron_lm,
+    }
+    engines = [engine.value for engine, chosen in wanted.items() if chosen]
+    if len(engines) > 1:
+        raise TrainingError(f"{' and '.join(engines)} cannot train one model together: choose one.")
+    given: dict[str, object] = {
+        "distributed_type": engines[0] if engines else None,
+        "gpu_ids": gpu_ids,
+        "main_process_ip": main_process_ip,
+        "main_process_port": main_process_port,
+        "machine_rank": machine_rank,
+        "mixed_precision": mixed_precision,
+        "num_machines": num_machines,
+        "num_processes": num_processes,
+        "rdzv_backend": rdzv_backend,
+        "use_cpu": cpu or None,
+        "debug": debug or None,
+    }
+    settings = read_launch_settings(config_file, {key: value for key, value in given.items() if value is not None})
+    launch_script(settings, command, module=module, threads=threads)

@@ -1,0 +1,1 @@
+"""Import paths that scripts use for what the command line does."""

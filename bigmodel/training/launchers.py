@@ -1,0 +1,222 @@
+"""Processes started for a job: by torchrun for a script, forked for a function of a notebook or a test."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..devices import accelerator_count, accelerator_started, accelerator_type, host_cores, visibility_variable
+from ..errors import TrainingError
+from ..settings import PREFIXES
+from .config_file import LaunchSettings, launch_environment
+from .enums import DistributedType, PrecisionType
+from .environment import MAIN_PORT, is_port_in_use, patch_environment
+from .state import LOCAL_RANK_VARIABLES, LOCAL_WORLD_VARIABLES, RANK_VARIABLES, WORLD_VARIABLES, PartialState
+
+__all__ = ["debug_launcher", "launch_script", "notebook_launcher", "torchrun_arguments"]
+
+ENGINES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+"""What needs a process group also for one process."""
+
+
+def torchrun_arguments(settings: LaunchSettings) -> list[str]:
+    """The options of torchrun that start the processes of this machine."""
+    arguments = [f"--nnodes={settings.num_machines}", f"--nproc-per-node={settings.num_processes // settings.num_machines}"]
+    if settings.num_machines == 1 and settings.main_process_port is None:
+        return [*arguments, "--standalone"]
+    address = settings.main_process_ip or "127.0.0.1"
+    port = settings.main_process_port or MAIN_PORT
+    if settings.rdzv_backend == "static":
+        return [*arguments, f"--node-rank={settings.machine_rank}", f"--master-addr={address}", f"--master-port={port}"]
+    return [*arguments, f"--rdzv-backend={settings.rdzv_backend}", f"--rdzv-endpoint={address}:{port}"]
+
+
+def launch_script(settings: LaunchSettings, command: Sequence[str], *, module: bool = False, threads: int | None = None) -> None:
+    """Runs a script with its arguments in the processes of this machine, and returns when all have ended well.
+
+    Args:
+        settings: how many processes, and what they find in their environment.
+        command: the script, or with `module` a module's name, and its arguments.
+        threads: of torch in each process; None: the cores shared evenly where they compute, else torch's choice.
+
+    Raises:
+        TrainingError: a process failed, the port is taken, or `gpu_ids` on a machine whose accelerators cannot be chosen.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    if settings.machine_rank == 0 and settings.main_process_port is not None:
+        _refuse_taken_port(settings.main_process_port)
+    variables = launch_environment(settings) | _chosen_devices(settings)
+    on_cpu = settings.use_cpu or accelerator_type() is None
+    if threads is None and on_cpu:
+        threads = max(host_cores() * settings.num_machines // settings.num_processes, 1)
+    if threads is not None:
+        variables["OMP_NUM_THREADS"] = str(threads)
+    with patch_environment(**variables):
+        if settings.num_processes == 1 and settings.distributed_type not in ENGINES:
+            code = subprocess.run([sys.executable, *(["-m"] if module else []), *command]).returncode
+            if code:
+                raise TrainingError(f"{command[0]} ended with exit code {code}; its own output says why.")
+            return
+        try:
+            run(parse_args([*torchrun_arguments(settings), *(["--module"] if module else []), *command]))
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            raise TrainingError(f"The process of rank {rank} ended with exit code {failure.exitcode}; its own output says why.") from error
+
+
+def _chosen_devices(settings: LaunchSettings) -> dict[str, str]:
+    if settings.gpu_ids in (None, "all"):
+        return {}
+    variable = visibility_variable()
+    if variable is None:
+        raise TrainingError(f"gpu_ids={settings.gpu_ids!r}: no accelerators that could be chosen from ({accelerator_type()}).")
+    return {variable: str(settings.gpu_ids)}
+
+
+def _refuse_taken_port(port: int | str) -> None:
+    if is_port_in_use(port):
+        raise TrainingError(f"Port {port} of this machine is taken by another process; choose another one.")
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str = str(MAIN_PORT),
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> None:
+    """Calls `function(*args)` in several processes, forked from this one, so that it may be defined in a notebook's cell.
+
+    Neither a process state nor an accelerator may have been used in this process before: make the `Accelerator` inside of `function`.
+
+    Args:
+        function: what is run, in each process.
+        args: for it.
+        num_processes: on this machine; None: one for each accelerator, or one. One alone runs in this process.
+        mixed_precision: as in `AcceleratorState`.
+        use_port, master_addr: where the processes meet, on machine 0.
+        node_rank, num_nodes: of this machine, and how many there are.
+        rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id: how machines meet, as in torchrun.
+        max_restarts: times that all processes are started again after one has failed.
+        monitor_interval: seconds between two looks at the processes.
+        log_line_prefix_template: what torchrun writes before each line of their output.
+
+    Raises:
+        TrainingError: too late in this process, the port is taken, or `function` failed in a process.
+    """
+    if str(mixed_precision).lower() not in PrecisionType:
+        raise TrainingError(f"mixed_precision is {mixed_precision!r}; use one of {PrecisionType.list()}.")
+    variables = {f"{prefix}MIXED_PRECISION": str(mixed_precision).lower() for prefix in PREFIXES}
+    count = max(accelerator_count(), 1) if num_processes is None else num_processes
+    if count == 1 and num_nodes == 1:
+        with patch_environment(**variables):
+            function(*args)
+        return
+    _refuse_late_launch("notebook_launcher")
+    if node_rank == 0:
+        _refuse_taken_port(use_port)
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    static = rdzv_backend == "static"
+    config = LaunchConfig(
+        min_nodes=num_nodes,
+        max_nodes=num_nodes,
+        nproc_per_node=count,
+        run_id=rdzv_id,
+        rdzv_backend=rdzv_backend,
+        rdzv_endpoint=rdzv_endpoint or f"{master_addr}:{use_port}",
+        rdzv_configs={**(rdzv_conf or {}), **({"rank": node_rank} if static else {})},
+        max_restarts=max_restarts,
+        monitor_interval=monitor_interval,
+        start_method="fork",
+        log_line_prefix_template=log_line_prefix_template,
+    )
+    with patch_environment(**variables):
+        try:
+            elastic_launch(config, _forked(function))(*args)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            raise TrainingError(f"The function failed in the process of rank {rank}: {_story(failure.message)}") from error
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+    """Calls `function(*args)` in several processes on the CPU, forked from this one and joined in a gloo group: for tests.
+
+    Raises:
+        TrainingError: too late in this process (see `notebook_launcher`), or `function` failed in a process.
+    """
+    from torch.multiprocessing.spawn import ProcessException, start_processes
+
+    _refuse_late_launch("debug_launcher")
+    variables = {f"{prefix}USE_CPU": "1" for prefix in PREFIXES} | {f"{prefix}MIXED_PRECISION": "no" for prefix in PREFIXES}
+    with tempfile.TemporaryDirectory(prefix="bigmodel-") as folder, patch_environment(**variables):
+        try:
+            start_processes(_joined, (num_processes, Path(folder) / "meeting", function, args), num_processes, start_method="fork")
+        except ProcessException as error:
+            raise TrainingError(f"The function failed in the process of rank {error.error_index}: {error}") from error
+
+
+def _joined(rank: int, count: int, meeting: Path, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    variables: dict[str, object] = {
+        RANK_VARIABLES[0]: rank,
+        LOCAL_RANK_VARIABLES[0]: rank,
+        WORLD_VARIABLES[0]: count,
+        LOCAL_WORLD_VARIABLES[0]: count,
+    }
+    if sys.platform == "linux":
+        variables["GLOO_SOCKET_IFNAME"] = "lo"  # a machine's own name may not resolve
+    with patch_environment(**variables):
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=count)
+        try:
+            _forked(function)(*args)
+        finally:
+            dist.destroy_process_group()
+
+
+def _forked(function: Callable[..., Any]) -> Callable[..., None]:
+    @wraps(function)
+    def call(*args: Any) -> None:  # what the function returns need not be something that travels between processes
+        # The threads that the forking process had computed with are not here, and OpenMP would wait for them.
+        torch.set_num_threads(1)
+        function(*args)
+
+    return call
+
+
+def _story(message: Any) -> str:
+    """The traceback in what torchrun has recorded of a failure: a dictionary where the function raised, else a text."""
+    return str(message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message)
+
+
+def _refuse_late_launch(launcher: str) -> None:
+    if PartialState._shared_state:
+        raise TrainingError(
+            f"{launcher} forks this process, which is already one of a job: make the Accelerator or PartialState inside of the function, "
+            "and restart the notebook."
+        )
+    if accelerator_started():
+        raise TrainingError(
+            f"{launcher} forks this process, which has used its accelerator ({accelerator_type()}): a forked process could not. "
+            "Use it inside of the function only, and restart the notebook."
+        )

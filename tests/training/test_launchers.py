@@ -1,0 +1,202 @@
+"""Real processes: scripts under torchrun, on one host and as two, and functions forked from this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bigmodel.errors import TrainingError
+from bigmodel.training import launchers
+from bigmodel.training.config_file import LaunchSettings
+from bigmodel.training.environment import get_free_port
+from bigmodel.training.launchers import debug_launcher, launch_script, notebook_launcher
+from bigmodel.training.state import PartialState
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+SCRIPT = """
+import json, os, sys
+import torch, torch.distributed as dist
+from bigmodel.state import AcceleratorState
+
+state = AcceleratorState()
+with state.split_between_processes(list(range(5)), apply_padding=True) as share:
+    pass
+total = torch.tensor([state.process_index + 1])
+if state.use_distributed:
+    dist.all_reduce(total)
+with state.main_process_first():
+    seen = os.path.exists(sys.argv[1] + "/made")
+    open(sys.argv[1] + "/made", "w").close()
+facts = [state.num_processes, state.process_index, state.local_num_processes, state.local_process_index, str(state.distributed_type),
+         state.backend, str(state.device), state.mixed_precision, state.debug, share, total.item(), seen, sys.argv[2:]]
+with open(f"{sys.argv[1]}/{state.process_index}.json", "w") as file:
+    json.dump(facts, file)
+state.wait_for_everyone()
+state.destroy_process_group()
+sys.exit(int(os.environ.get("FAIL_RANK", "-1")) == state.process_index and 7)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    return file
+
+
+def start(*arguments: object, **variables: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "HF_HOME": str(arguments[-1]), "GLOO_SOCKET_IFNAME": "lo", **variables}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(launchers.__file__).parents[2]), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "bigmodel", "launch", *map(str, arguments[:-1])]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+def facts(folder: Path, rank: int) -> list[Any]:
+    return json.loads((folder / f"{rank}.json").read_text())
+
+
+def test_a_script_in_two_processes_of_one_host_and_how_one_of_them_ended(script: Path, tmp_path: Path) -> None:
+    options = ["--num_processes", 2, "--mixed_precision", "bf16", "--cpu", "--debug"]
+    code, output = finished(start(*options, script, tmp_path, "--lr", "1", tmp_path, FAIL_RANK="1"))
+    common = ["MULTI_CPU", "gloo", "cpu", "bf16", True]
+    assert facts(tmp_path, 0) == [2, 0, 2, 0, *common, [0, 1, 2], 3, False, ["--lr", "1"]], output
+    assert facts(tmp_path, 1) == [2, 1, 2, 1, *common, [3, 4, 4], 3, True, ["--lr", "1"]]
+    assert code == 1
+    assert "The process of rank 1 ended with exit code 7" in output
+
+
+def test_two_hosts_are_one_job(script: Path, tmp_path: Path) -> None:
+    shared = ["--num_processes", 2, "--num_machines", 2, "--main_process_ip", "127.0.0.1", "--main_process_port", get_free_port(), "--cpu"]
+    hosts = [start(*shared, "--machine_rank", rank, script, tmp_path, tmp_path) for rank in (0, 1)]
+    ends = [finished(host) for host in hosts]
+    assert [code for code, _ in ends] == [0, 0], ends
+    common = ["MULTI_CPU", "gloo", "cpu", "no", False]
+    assert facts(tmp_path, 0) == [2, 0, 1, 0, *common, [0, 1, 2], 3, False, []]
+    assert facts(tmp_path, 1) == [2, 1, 1, 0, *common, [3, 4, 4], 3, True, []]
+
+
+def test_one_process_needs_no_group(tmp_path: Path) -> None:
+    script, found = tmp_path / "train.py", tmp_path / "found.json"
+    script.write_text("import json, os, sys\njson.dump([sys.argv[2:], dict(os.environ)], open(sys.argv[1], 'w'))")
+    launch_script(LaunchSettings(use_cpu=True, mixed_precision="fp16"), [str(script), str(found), "--lr", "1"], threads=3)
+    arguments, variables = json.loads(found.read_text())
+    assert arguments == ["--lr", "1"]
+    assert (variables["BIGMODEL_USE_CPU"], variables["ACCELERATE_MIXED_PRECISION"], variables["OMP_NUM_THREADS"]) == ("true", "fp16", "3")
+    assert not {"RANK", "MASTER_ADDR", "WORLD_SIZE"} & set(variables)
+    assert "BIGMODEL_USE_CPU" not in os.environ
+    script.write_text("raise SystemExit(3)")
+    with pytest.raises(TrainingError, match=r"train\.py ended with exit code 3"):
+        launch_script(LaunchSettings(), [str(script)])
+
+
+def test_accelerators_are_chosen_by_their_drivers_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TrainingError, match="gpu_ids='0,1': no accelerators that could be chosen"):
+        launch_script(LaunchSettings(gpu_ids="0,1"), ["train.py"])
+    monkeypatch.setattr(launchers, "visibility_variable", lambda: "SIM_VISIBLE_DEVICES")
+    assert launchers._chosen_devices(LaunchSettings(gpu_ids="0,1")) == {"SIM_VISIBLE_DEVICES": "0,1"}
+    assert launchers._chosen_devices(LaunchSettings(gpu_ids="all")) == {}
+
+
+NOTEBOOK = """
+import os, sys, threading
+import torch, torch.distributed as dist
+import bigmodel
+from bigmodel.state import AcceleratorState, PartialState
+from bigmodel.training.environment import get_free_port
+
+folder = sys.argv[1]
+torch.ones(400, 400) @ torch.ones(400, 400)  # threads of this process, which a forked one lacks
+
+def main():
+    def cell(word, other):  # as in a notebook: no process could import it
+        state = AcceleratorState()
+        total = torch.tensor([state.process_index + 1.0])
+        dist.all_reduce(total)
+        torch.ones(400, 400) @ torch.ones(400, 400)
+        path = f"{folder}/{word}-{state.process_index}"
+        with open(path, "w") as file:
+            file.write(f"{state.num_processes} {total.item()} {state.backend} {state.distributed_type} {state.mixed_precision} {other}")
+        return threading.Lock()
+
+    def failing():
+        if PartialState().process_index == 1:
+            raise KeyError("the cell's own trouble")
+
+    bigmodel.notebook_launcher(cell, ("notebook", 1), num_processes=2, use_port=str(get_free_port()), mixed_precision="bf16")
+    bigmodel.debug_launcher(cell, ("debug", 2))
+    for launcher in (bigmodel.debug_launcher, lambda f: bigmodel.notebook_launcher(f, num_processes=2, use_port=str(get_free_port()))):
+        try:
+            launcher(failing)
+        except bigmodel.TrainingError as error:
+            assert "the cell's own trouble" in str(error) and "rank 1" in str(error), error
+        else:
+            raise AssertionError("not told")
+
+main()
+assert not PartialState._shared_state and "MASTER_ADDR" not in os.environ
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes")
+def test_functions_of_a_notebook_run_in_forked_processes(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(launchers.__file__).parents[2]), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", NOTEBOOK, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in (0, 1):
+        assert (tmp_path / f"notebook-{rank}").read_text() == "2 3.0 gloo MULTI_CPU bf16 1"
+        assert (tmp_path / f"debug-{rank}").read_text() == "2 3.0 gloo MULTI_CPU no 2"
+
+
+def test_a_function_alone_runs_in_this_process() -> None:
+    found: list[Any] = []
+
+    def train(word: str) -> None:
+        found.extend([word, os.getpid(), os.environ["ACCELERATE_MIXED_PRECISION"], os.environ["BIGMODEL_MIXED_PRECISION"]])
+
+    notebook_launcher(train, ("x",), mixed_precision="BF16")
+    assert found == ["x", os.getpid(), "bf16", "bf16"]
+    assert "BIGMODEL_MIXED_PRECISION" not in os.environ
+    with pytest.raises(TrainingError, match="mixed_precision is 'fp17'"):
+        notebook_launcher(train, mixed_precision="fp17")
+
+
+def test_it_is_too_late_once_this_process_is_one_of_a_job(accelerators: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    PartialState()
+    for launcher in (debug_launcher, lambda function: notebook_launcher(function, num_processes=2)):
+        with pytest.raises(TrainingError, match="inside of the function, and restart the notebook"):
+            launcher(print)
+    PartialState._reset_state()
+    (device,) = accelerators(1)
+    monkeypatch.setattr(torch.get_device_module(device), "is_initialized", lambda: True, raising=False)
+    with pytest.raises(TrainingError, match="has used its accelerator"):
+        debug_launcher(print)
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        with pytest.raises(TrainingError, match=f"Port {port} of this machine is taken"):
+            notebook_launcher(print, num_processes=2, use_port=str(port))
+        with pytest.raises(TrainingError, match=f"Port {port} of this machine is taken"):
+            launch_script(LaunchSettings(num_processes=2, main_process_port=port), ["train.py"])
