@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import wraps
 from typing import Any, ClassVar, TypeVar
@@ -17,6 +17,7 @@ from ..errors import TrainingError
 from ..settings import environment_flag
 from .enums import DistributedType
 from .environment import get_int_from_env
+from .splitting import share_of
 
 __all__ = ["PartialState", "wait_for_everyone"]
 
@@ -171,39 +172,14 @@ class PartialState:
         """This process's share of `inputs`: consecutive pieces whose lengths differ by one at most, the longer ones first.
 
         Args:
-            inputs: a list, tuple, string, tensor (along its first dimension), anything with a length and slices, or a mapping of such,
-                all of one length.
+            inputs: a list, tuple, string, range, tensor or numpy array (along the first dimension), a table of `datasets`, anything else
+                with a length and slices, or a mapping of such, all of one length. Of one process it is the inputs themselves.
             apply_padding: shares are as long as the longest one, by repeating the last element of `inputs` (for `gather`).
 
         Raises:
             TrainingError: values of a mapping that differ in length, or an input that cannot be cut.
         """
-        if isinstance(inputs, Mapping):
-            lengths = {key: len(value) for key, value in inputs.items()}
-            if len(set(lengths.values())) > 1:
-                raise TrainingError(f"Values of different lengths cannot be split together: {lengths}.")
-            yield type(inputs)({key: self._share(value, apply_padding) for key, value in inputs.items()})  # type: ignore[call-arg]
-        else:
-            yield self._share(inputs, apply_padding)
-
-    def _share(self, values: Any, apply_padding: bool) -> Any:
-        if self.num_processes == 1:
-            return values
-        try:
-            length = len(values)
-        except TypeError:
-            raise TrainingError(f"A {type(values).__name__} has no length and cannot be split between processes.") from None
-        each, extra = divmod(length, self.num_processes)
-        start = each * self.process_index + min(self.process_index, extra)
-        stop = start + each + (self.process_index < extra)
-        share = values[start:stop]
-        missing = each + (extra > 0) - (stop - start)
-        if not apply_padding or not missing or not length:
-            return share
-        last = values[length - 1 : length]
-        if isinstance(values, torch.Tensor):
-            return torch.cat([share, *[last.to(share.device)] * missing])
-        return share + last * missing
+        yield share_of(inputs, self.process_index, self.num_processes, apply_padding)
 
     def on_main_process(self, function: Callable[..., T]) -> Callable[..., T | None]:
         """`function`, called by the main process only; elsewhere it does nothing and returns None."""
