@@ -1,0 +1,126 @@
+"""Where a loader stands: epoch, batches handed out, and what was drawn at random to come there; kept as plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...errors import TrainingError
+from ..random import restore_rng_states, rng_states
+
+__all__ = ["Draws", "Position", "Resumption"]
+
+LAYOUT = 1
+"""Of `state_dict`; counts up when a key changes its meaning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Random states at one moment."""
+
+    everywhere: dict[str, Any]
+    """The default generators' (`rng_states`)."""
+    generators: list[torch.Tensor]
+    """Those of the loader's own generators, in `own_generators` order."""
+
+    @classmethod
+    def now(cls, generators: Sequence[torch.Generator]) -> Draws:
+        """The states at this moment."""
+        return cls(rng_states(), [generator.get_state() for generator in generators])
+
+    def restore(self, generators: Sequence[torch.Generator]) -> None:
+        """Every generator goes on from these states."""
+        if len(generators) != len(self.generators):
+            raise TrainingError(
+                f"The state was taken of a loader with {len(self.generators)} generators of its own, and this one has {len(generators)}."
+            )
+        restore_rng_states(self.everywhere)
+        for generator, state in zip(generators, self.generators, strict=True):
+            generator.set_state(state)
+
+    def plain(self) -> dict[str, Any]:
+        """As numbers in lists and dictionaries."""
+        return {"everywhere": self.everywhere, "generators": [state.tolist() for state in self.generators]}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Draws:
+        """What `plain` gave."""
+        return cls(dict(plain["everywhere"]), [torch.tensor(state, dtype=torch.uint8) for state in plain["generators"]])
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """Where the next iteration of a loader goes on."""
+
+    epoch: int
+    batches: int
+    """Handed out in this epoch already; above 0."""
+    start: Draws
+    """When the epoch began."""
+    ahead: torch.Tensor | None
+    """torch's CPU generator before the next batch was read; None where worker processes read."""
+    base: Any
+    """The state of torchdata's loader; None without it."""
+
+
+@dataclass(slots=True)
+class Position:
+    """Where a loader stands. Loaders made by `skip_first_batches` share that of the loader that they were made of."""
+
+    epoch: int = 0
+    batches: int = 0
+    """Handed out in this epoch, skipped ones included."""
+    finished: bool = False
+    """The last batch of the epoch has been handed out."""
+    start: Draws | None = None
+    """When the epoch began; None before the first."""
+    ahead: torch.Tensor | None = field(default=None, repr=False)
+    """torch's CPU generator before the batch was read that comes next."""
+    base: Any = None
+    """What torchdata's loader said before it read the batch that comes next."""
+    resumption: Resumption | None = None
+    """Where the next iteration goes on, if it does."""
+
+    def begin(self, epoch: int, start: Draws) -> None:
+        """An epoch begins with its first batch."""
+        self.epoch, self.batches, self.finished, self.start, self.ahead, self.base = epoch, 0, False, start, None, None
+
+    def end(self) -> None:
+        """The loop has ended: if it came to the end of the epoch, the next one follows."""
+        if self.finished:
+            self.epoch, self.batches, self.finished = self.epoch + 1, 0, False
+
+    def state(self) -> dict[str, Any]:
+        """What `load` takes."""
+        going_on = self.resumption
+        if going_on is None and self.batches and not self.finished:
+            assert self.start is not None
+            going_on = Resumption(self.epoch, self.batches, self.start, self.ahead, self.base)
+        if going_on is None:
+            return {"layout": LAYOUT, "epoch": self.epoch + self.finished, "batches": 0}
+        return {
+            "layout": LAYOUT,
+            "epoch": going_on.epoch,
+            "batches": going_on.batches,
+            "start": going_on.start.plain(),
+            "ahead": None if going_on.ahead is None else going_on.ahead.tolist(),
+            "base": going_on.base,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """The next iteration goes on where `state` was taken."""
+        if state.get("layout") != LAYOUT:
+            raise TrainingError(f"This state of a data loader has layout {state.get('layout')!r}; this bigmodel reads layout {LAYOUT}.")
+        self.epoch, self.batches, self.finished, self.resumption = state["epoch"], 0, False, None
+        if state["batches"]:
+            ahead = state["ahead"]
+            self.resumption = Resumption(
+                epoch=state["epoch"],
+                batches=state["batches"],
+                start=Draws.from_plain(state["start"]),
+                ahead=None if ahead is None else torch.tensor(ahead, dtype=torch.uint8),
+                base=state["base"],
+            )

@@ -1,0 +1,121 @@
+"""The loader of a process that reads its own share of the batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, default_collate
+from torch.utils.data._utils.collate import default_convert
+
+from ...dispatch import send_to_device
+from ..enums import RNGType
+from ..gradient_state import GradientState
+from ..random import synchronize_rng_states
+from .loader import END, PreparedLoader
+from .samplers import BatchSamplerShard
+from .streams import CountingCollate, IterableDatasetShard
+
+__all__ = ["DataLoaderShard"]
+
+
+class DataLoaderShard(PreparedLoader):
+    """A `DataLoader` that reads one batch ahead, so that the last one is known, and puts batches on a device.
+
+    Args:
+        dataset: as for `torch.utils.data.DataLoader`; what it gives may be all processes' or this one's (`IterableDatasetShard`).
+        device: where batches are put; None: they stay.
+        rng_types: generators that are made equal on all processes when an epoch begins; `"generator"` is `synchronized_generator`.
+        synchronized_generator: of the sampler, batch sampler or dataset.
+        skip_batches: left out at the start of each epoch.
+        use_stateful_dataloader: torchdata's loader reads.
+        _drop_last: whether short batches at the end are dropped for all processes.
+        _non_blocking: copies to the device do not wait.
+        torch_device_mesh: kept for scripts that pass it; shares are `prepare_data_loader`'s to compute.
+        iteration: the epoch to begin with.
+        kwargs: the other arguments of `torch.utils.data.DataLoader`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: Iterable[str | RNGType] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ):
+        self._counts = isinstance(dataset, IterableDatasetShard)
+        if isinstance(dataset, IterableDatasetShard):
+            collate = kwargs.get("collate_fn") or (default_convert if kwargs.get("batch_size", 1) is None else default_collate)
+            kwargs["collate_fn"] = CountingCollate(collate, dataset)
+        super().__init__(
+            dataset,
+            device=device,
+            skip_batches=skip_batches,
+            use_stateful_dataloader=use_stateful_dataloader,
+            drop_last_of_all=_drop_last,
+            non_blocking=_non_blocking,
+            iteration=iteration,
+            **kwargs,
+        )
+        self.rng_types = None if rng_types is None else list(rng_types)
+        self.synchronized_generator = synchronized_generator
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples of all processes together at one step; None where batches have no size that is known."""
+        source: Any = self.dataset if self._counts else self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
+        size = getattr(source, "batch_size", self.batch_size)
+        if size is None:
+            return None
+        return int(size) * (1 if getattr(source, "split_batches", False) else getattr(source, "num_processes", 1))
+
+    def __len__(self) -> int:
+        return max(super().__len__() - self.skip_batches, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.rng_types and self._position.resumption is None:
+            synchronize_rng_states(self.rng_types, self.synchronized_generator)
+        position = self._position
+        counts, device, non_blocking, reads_here = self._counts, self.device, self._non_blocking, self._reads_here()
+        repeats = self._repeats()
+        base = self.base_dataloader
+        state = GradientState()
+        batches = self._open()
+        state._add_dataloader(self)
+        try:
+            coming = next(batches, END)
+            position.finished = coming is END
+            while coming is not END:
+                batch, real = coming if counts else (coming, repeats.get(position.batches, 0))
+                if device is not None:
+                    batch = send_to_device(batch, device, non_blocking)
+                if base is not self:
+                    position.base = base.state_dict()  # type: ignore[attr-defined]
+                if reads_here:
+                    position.ahead = torch.get_rng_state()
+                coming = next(batches, END)
+                position.batches += 1
+                if coming is END:
+                    position.finished = True
+                    self.end_of_dataloader = True
+                    self.remainder = real
+                elif real or self.remainder != -1:
+                    self.remainder = real or -1
+                yield batch
+        finally:
+            position.end()
+            state._remove_dataloader(self)
+
+    def _repeats(self) -> dict[int, int]:
+        for source in (self.batch_sampler, self.sampler):
+            if isinstance(source, BatchSamplerShard):
+                return source.real_samples
+        return {}
