@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -72,18 +73,52 @@ def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.
         synchronize_rng_state(rng_type, generator)
 
 
+@dataclass(frozen=True, slots=True)
+class CpuStates:
+    """States of the default generators of `random`, numpy and torch on the CPU: as these give them, and plain only when asked."""
+
+    python: tuple[Any, ...]
+    numpy: dict[str, Any]
+    torch: torch.Tensor
+
+    @classmethod
+    def now(cls) -> CpuStates:
+        """The states at this moment."""
+        return cls(random.getstate(), numpy.random.get_state(legacy=False), torch.get_rng_state())
+
+    def restore(self) -> None:
+        """The generators go on from these states."""
+        random.setstate(self.python)
+        numpy.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+
+    def plain(self) -> dict[str, Any]:
+        """Numbers, words, None, lists and dictionaries only."""
+        version, words, next_gauss = self.python
+        return {
+            "python": {"version": version, "words": list(words), "next_gauss": next_gauss},
+            "numpy": _plain(self.numpy),
+            "torch": self.torch.tolist(),
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> CpuStates:
+        """What `plain` gave."""
+        python = plain["python"]
+        return cls(
+            (python["version"], tuple(python["words"]), python["next_gauss"]),
+            plain["numpy"],
+            torch.tensor(plain["torch"], dtype=torch.uint8),
+        )
+
+
 def rng_states() -> dict[str, Any]:
     """The states of `random`, numpy's and torch's default generators, on the CPU and on every accelerator of this process.
 
     Numbers, words, None, lists and dictionaries only: JSON keeps them, no pickle is needed, and no type of any library.
     """
-    version, words, next_gauss = random.getstate()
-    return {
-        "layout": LAYOUT,
-        "python": {"version": version, "words": list(words), "next_gauss": next_gauss},
-        "numpy": _plain(numpy.random.get_state(legacy=False)),
-        "torch": {"cpu": [random_state(torch.device("cpu")).tolist()], **_states_of_accelerators()},
-    }
+    states = CpuStates.now().plain()
+    return {"layout": LAYOUT, **states, "torch": {"cpu": [states["torch"]], **_states_of_accelerators()}}
 
 
 def restore_rng_states(states: Mapping[str, Any]) -> None:
@@ -105,12 +140,9 @@ def restore_rng_states(states: Mapping[str, Any]) -> None:
 
 
 def _restore(states: Mapping[str, Any]) -> None:
-    python = states["python"]
-    random.setstate((python["version"], tuple(python["words"]), python["next_gauss"]))
-    numpy.random.set_state(states["numpy"])
     kept = dict(states["torch"])
     (cpu,) = kept.pop("cpu")
-    set_random_state(torch.device("cpu"), torch.tensor(cpu, dtype=torch.uint8))
+    CpuStates.from_plain({**states, "torch": cpu}).restore()
     here = accelerators()
     there = [(kind, state) for kind, of_kind in kept.items() for state in of_kind]
     if [kind for kind, _ in there] != [device.type for device in here]:

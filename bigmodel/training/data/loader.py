@@ -8,12 +8,14 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
+from ...errors import TrainingError
 from ..gradient_state import GradientState
-from .position import Draws, Position, Resumption
-from .samplers import SkipBatchSampler
+from .position import LAYOUT, Draws, Position, Resumption
+from .samplers import SeedableRandomSampler, SkipBatchSampler, sampler_below, set_sampler_below
 from .stateful import stateful_loader
+from .streams import IterableDatasetShard
 
 __all__ = ["END", "PreparedLoader", "get_sampler", "loader_arguments"]
 
@@ -44,12 +46,10 @@ def loader_arguments(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def get_sampler(loader: DataLoader[Any]) -> Any:
-    """What chooses single samples, below any batch sampler; None where a stream is read, or a batch sampler has none."""
+    """What chooses single samples, below any batch sampler, or whole batches where nothing is below; None where a stream is read."""
     if isinstance(loader.dataset, IterableDataset):
         return None
-    if isinstance(loader.sampler, BatchSampler) or loader.batch_sampler is not None:
-        return getattr(loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler, "sampler", None)
-    return loader.sampler
+    return sampler_below(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -88,15 +88,19 @@ class PreparedLoader(DataLoader[Any]):
         self._drop_last = drop_last_of_all
         self._non_blocking = non_blocking
         self._position = Position(iteration)
-        self.base_dataloader: DataLoader[Any] = stateful_loader(dataset, **arguments) if use_stateful_dataloader else self
-        sampler = getattr(self.batch_sampler, "sampler", None)
-        if sampler is not None:
-            self.__dict__["sampler"] = sampler  # torch leaves a sequential one here that nothing asks
+        self._stateful = stateful_loader(dataset, **arguments) if use_stateful_dataloader else None
+        if self.batch_sampler is not None and not isinstance(dataset, IterableDataset):
+            self.__dict__["sampler"] = get_sampler(self)  # torch leaves a sequential one here that nothing asks
 
     @property
     def gradient_state(self) -> GradientState:
         """Where the loops over loaders are known."""
         return GradientState()
+
+    @property
+    def base_dataloader(self) -> DataLoader[Any]:
+        """What reads: torchdata's loader, or this one."""
+        return self if self._stateful is None else self._stateful
 
     @property
     def iteration(self) -> int:
@@ -110,9 +114,10 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def total_dataset_length(self) -> int:
         """Samples of the dataset, for all processes together."""
-        if hasattr(self.dataset, "total_length"):
-            return int(self.dataset.total_length)
-        return len(self.dataset)  # type: ignore[arg-type]
+        dataset = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
+        if hasattr(dataset, "total_length"):
+            return int(dataset.total_length)
+        return len(dataset)  # type: ignore[arg-type]
 
     def get_sampler(self) -> Any:
         """What chooses single samples."""
@@ -120,11 +125,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def set_sampler(self, sampler: Any) -> None:
         """`sampler` chooses single samples from the next epoch on."""
-        if isinstance(self.sampler, BatchSampler):
-            self.sampler.sampler = sampler
-        else:
-            self.batch_sampler.sampler = sampler  # type: ignore[union-attr]
-            self.__dict__["sampler"] = sampler
+        source = set_sampler_below(self._indices, sampler)
+        self.__dict__["sampler"] = source if self.batch_sampler is None else sampler
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is epoch `epoch`: told to the dataset and to all samplers that have a `set_epoch`."""
@@ -138,24 +140,36 @@ class PreparedLoader(DataLoader[Any]):
             )
             self._position.resumption = None
         self._position.epoch = epoch
-        told: list[Any] = []
-        asked = [self.dataset, self.batch_sampler, self.sampler]
+        for part in self._parts():
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+
+    def _parts(self) -> list[Any]:
+        """Whatever the samples and their order come from, each once: the dataset, and samplers all the way down."""
+        found: list[Any] = []
+        asked: list[Any] = [self.dataset, self.sampler, self.batch_sampler]
         while asked:
-            one = asked.pop()
-            if one is None or any(one is other for other in told):
+            part = asked.pop()
+            if part is None or any(part is other for other in found):
                 continue
-            told.append(one)
-            if one is not self.dataset:
-                asked += [getattr(one, "batch_sampler", None), getattr(one, "sampler", None)]
-            if hasattr(one, "set_epoch"):
-                one.set_epoch(epoch)
+            found.append(part)
+            if part is not self.dataset:
+                asked += [getattr(part, "batch_sampler", None), getattr(part, "sampler", None)]
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: taken while it is iterated, after the batch handed out last. Numbers, lists and dictionaries only.
 
-        After the last batch of an epoch it is the start of the next one. With torchdata's loader it also has what dataset and samplers gave.
+        After the last batch of an epoch it is the start of the next one. With torchdata's loader it also has what dataset and samplers
+        gave.
         """
-        return self._position.state()
+        sampler = self.get_sampler()
+        return {
+            **self._position.state(),
+            "generators": [generator.get_state().tolist() for generator in self.own_generators()],
+            "seed": sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
+            "torchdata": self.use_stateful_dataloader,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """The next iteration hands out the rest of the epoch that `state_dict` was taken in, and no other batch.
@@ -163,15 +177,29 @@ class PreparedLoader(DataLoader[Any]):
         Random order is drawn again as at the start of that epoch; the default random generators are left as they are found.
 
         Raises:
-            TrainingError: a state that is none, or of a later bigmodel.
+            TrainingError: a state that is none, or of a later bigmodel, or of a loader that read or shuffled in another way.
         """
+        sampler = self.get_sampler()
+        generators = self.own_generators()
+        here = (self.use_stateful_dataloader, len(generators), isinstance(sampler, SeedableRandomSampler))
+        if state_dict.get("layout") != LAYOUT:
+            raise TrainingError(
+                f"This state of a data loader has layout {state_dict.get('layout')!r}; this bigmodel reads layout {LAYOUT}."
+            )
+        there = (state_dict["torchdata"], len(state_dict["generators"]), state_dict["seed"] is not None)
+        if here != there:
+            words = "torchdata reads: {}, generators of its own: {}, a seedable sampler: {}"
+            raise TrainingError(f"The state is of another loader ({words.format(*there)}) than this one ({words.format(*here)}).")
+        for generator, state in zip(generators, state_dict["generators"], strict=True):
+            generator.set_state(torch.tensor(state, dtype=torch.uint8))
+        if isinstance(sampler, SeedableRandomSampler):
+            sampler.initial_seed = state_dict["seed"]
         self._position.load(state_dict)
 
     def own_generators(self) -> list[torch.Generator]:
         """The generators that order depends on, each once."""
-        holders = [self, self.sampler, self.batch_sampler, getattr(self.batch_sampler, "batch_sampler", None), self.dataset]
         found: list[torch.Generator] = []
-        for holder in [*holders, getattr(self.dataset, "dataset", None)]:
+        for holder in [self, *self._parts(), getattr(self.dataset, "dataset", None)]:
             generator = getattr(holder, "generator", None)
             if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
                 found.append(generator)
@@ -205,17 +233,17 @@ class PreparedLoader(DataLoader[Any]):
     def _batches_from(self, start: int, going_on: Resumption | None) -> Iterator[Any]:
         """Batches of the dataset from number `start` on, of those that this process reads."""
         if going_on is not None and going_on.base is not None:
-            self.base_dataloader.load_state_dict(going_on.base)  # type: ignore[attr-defined]
-            return iter(self.base_dataloader)
+            assert self._stateful is not None, "torchdata's state"
+            self._stateful.load_state_dict(going_on.base)
+            return iter(self._stateful)
         if not start:
             return self._whole()
-        if isinstance(self.dataset, IterableDataset):
+        if self._stateful is not None or isinstance(self.dataset, IterableDataset):
             batches = self._whole()
-            for _ in range(start):
-                next(batches, END)
+            self._pass_over(batches, start)
             cursor = None
         else:
-            cursor = _Cursor(SkipBatchSampler(self.sampler if self.batch_sampler is None else self.batch_sampler, start))
+            cursor = _Cursor(SkipBatchSampler(self._indices, start))
             batches = iter(self._like_this(cursor))
         if going_on is not None and going_on.ahead is not None:
             # What a dataset draws for a sample is drawn as it was, now that the order is known again.
@@ -224,9 +252,19 @@ class PreparedLoader(DataLoader[Any]):
             torch.set_rng_state(going_on.ahead)
         return batches
 
+    def _pass_over(self, batches: Iterator[Any], count: int) -> None:
+        """Reads `count` batches that nobody asked for."""
+        for _ in range(count):
+            next(batches, END)
+
+    @property
+    def _indices(self) -> Any:
+        """Gives the indices of every batch."""
+        return self.sampler if self.batch_sampler is None else self.batch_sampler
+
     def _whole(self) -> Iterator[Any]:
         """The epoch from its start."""
-        return super().__iter__() if self.base_dataloader is self else iter(self.base_dataloader)
+        return super().__iter__() if self._stateful is None else iter(self._stateful)
 
     def _like_this(self, indices: Iterable[Any]) -> DataLoader[Any]:
         """torch's loader of the same samples, with other indices."""

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from ...errors import TrainingError
-from ..random import restore_rng_states, rng_states
+from ..random import CpuStates
 
-__all__ = ["Draws", "Position", "Resumption"]
+__all__ = ["LAYOUT", "Draws", "Position", "Resumption"]
 
 LAYOUT = 1
 """Of `state_dict`; counts up when a key changes its meaning."""
@@ -21,34 +20,30 @@ LAYOUT = 1
 class Draws:
     """Random states at one moment."""
 
-    everywhere: dict[str, Any]
-    """The default generators' (`rng_states`)."""
+    defaults: CpuStates
+    """The default generators'."""
     generators: list[torch.Tensor]
     """Those of the loader's own generators, in `own_generators` order."""
 
     @classmethod
     def now(cls, generators: Sequence[torch.Generator]) -> Draws:
         """The states at this moment."""
-        return cls(rng_states(), [generator.get_state() for generator in generators])
+        return cls(CpuStates.now(), [generator.get_state() for generator in generators])
 
     def restore(self, generators: Sequence[torch.Generator]) -> None:
         """Every generator goes on from these states."""
-        if len(generators) != len(self.generators):
-            raise TrainingError(
-                f"The state was taken of a loader with {len(self.generators)} generators of its own, and this one has {len(generators)}."
-            )
-        restore_rng_states(self.everywhere)
+        self.defaults.restore()
         for generator, state in zip(generators, self.generators, strict=True):
             generator.set_state(state)
 
     def plain(self) -> dict[str, Any]:
         """As numbers in lists and dictionaries."""
-        return {"everywhere": self.everywhere, "generators": [state.tolist() for state in self.generators]}
+        return {"defaults": self.defaults.plain(), "generators": [state.tolist() for state in self.generators]}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Draws:
         """What `plain` gave."""
-        return cls(dict(plain["everywhere"]), [torch.tensor(state, dtype=torch.uint8) for state in plain["generators"]])
+        return cls(CpuStates.from_plain(plain["defaults"]), [torch.tensor(state, dtype=torch.uint8) for state in plain["generators"]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +107,6 @@ class Position:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """The next iteration goes on where `state` was taken."""
-        if state.get("layout") != LAYOUT:
-            raise TrainingError(f"This state of a data loader has layout {state.get('layout')!r}; this bigmodel reads layout {LAYOUT}.")
         self.epoch, self.batches, self.finished, self.resumption = state["epoch"], 0, False, None
         if state["batches"]:
             ahead = state["ahead"]

@@ -59,7 +59,8 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 def flatten(value: Any, leaves: list[Any]) -> Any:
     """The structure of `value` with holes in the place of its leaves, which are appended to `leaves`.
 
-    Lists, tuples, mappings and dataclasses are structure; tensors, arrays, columns (flat lists of strings or numbers) and anything else are leaves.
+    Lists, tuples, mappings and dataclasses are structure; tensors, arrays, columns (flat lists of strings or numbers) and anything else
+    are leaves.
     """
     if _is_container(value):
         return _mapped(value, lambda item: flatten(item, leaves))
@@ -148,8 +149,7 @@ def _joined_leaf(leaves: Sequence[Any]) -> Any:
     if isinstance(first, (torch.Tensor, np.ndarray)):
         if first.ndim and len({(leaf.dtype, leaf.shape[1:]) for leaf in leaves}) == 1:
             return torch.cat(list(leaves)) if isinstance(first, torch.Tensor) else np.concatenate(leaves)
-        equal = torch.equal if isinstance(first, torch.Tensor) else np.array_equal
-        return first if not first.ndim and all(leaf.dtype == first.dtype and equal(leaf, first) for leaf in leaves) else None
+        return first if not first.ndim and all(leaf.dtype == first.dtype and bool(leaf == first) for leaf in leaves) else None
     if isinstance(first, (list, tuple)):
         return type(first)(value for leaf in leaves for value in leaf)
     return first if all(leaf == first for leaf in leaves) else None

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 
 from ...errors import TrainingError
 
-__all__ = ["BatchSamplerShard", "SeedableRandomSampler", "SkipBatchSampler"]
+__all__ = ["BatchSamplerShard", "SeedableRandomSampler", "SkipBatchSampler", "sampler_below", "set_sampler_below"]
 
 UNKNOWN = -1
 """A count of samples that nobody can tell."""
@@ -59,14 +59,14 @@ class SeedableRandomSampler(RandomSampler):
 class BatchSamplerShard(BatchSampler):
     """The batches of one process, out of those that a batch sampler gives for all.
 
-    Without `split_batches`, the batches of the sampler go round: of each `num_processes` in a row, process `r` has the `r`-th. With it, every
-    batch is cut into equal pieces, one a process. What all processes have at one step, in the order of the processes, are so always
+    Without `split_batches`, the batches of the sampler go round: of each `num_processes` in a row, process `r` has the `r`-th. With it,
+    every batch is cut into equal pieces, one a process. What all processes have at one step, in the order of the processes, are so always
     samples that follow each other.
 
     With `even_batches`, all processes see the same number of batches: what lacks at the end is taken from the start of the data, over and
-    over where there is too little of it. A last batch that is short is filled, and missing batches are made of what follows. Where the sampler
-    has no `batch_size`, whole batches from the start stand for the missing ones. Batches of other sizes than `batch_size`
-    in the midst of the data are handed out as they are; cut ones are filled with samples of the first batch.
+    over where there is too little of it. A last batch that is short is filled, and missing batches are made of what follows. Where the
+    sampler has no `batch_size`, whole batches from the start stand for the missing ones. Batches of other sizes than `batch_size` in the
+    midst of the data are handed out as they are; cut ones are filled with samples of the first batch.
 
     Without `even_batches`, every sample is seen exactly once, and processes may see more or fewer batches than others.
     A sampler with `drop_last` has the batches dropped that are too few to go round.
@@ -111,12 +111,12 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def sampler(self) -> Any:
-        """The sampler under the batch sampler; setting it sets it there."""
-        return self.batch_sampler.sampler  # type: ignore[union-attr]
+        """What chooses single samples, under the batch sampler; setting it sets it there."""
+        return sampler_below(self)
 
     @sampler.setter
     def sampler(self, sampler: Any) -> None:
-        self.batch_sampler.sampler = sampler  # type: ignore[union-attr]
+        set_sampler_below(self, sampler)
 
     @property
     def total_length(self) -> int:
@@ -231,3 +231,21 @@ class SkipBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         return max(self.total_length - self.skip_batches, 0)
+
+
+def sampler_below(source: Any) -> Any:
+    """What chooses single samples, below `source`, which gives the indices of every batch; `source` itself where nothing is below."""
+    while isinstance(source, (BatchSamplerShard, SkipBatchSampler)):
+        source = source.batch_sampler
+    return getattr(source, "sampler", source)
+
+
+def set_sampler_below(source: Any, sampler: Any) -> Any:
+    """`source` with another `sampler_below`, changed in place where there is a place; else `sampler`."""
+    if isinstance(source, (BatchSamplerShard, SkipBatchSampler)):
+        source.batch_sampler = set_sampler_below(source.batch_sampler, sampler)
+        return source
+    if not hasattr(source, "sampler"):
+        return sampler
+    source.sampler = sampler
+    return source

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import BatchSampler, default_collate
 from torch.utils.data._utils.collate import default_convert
 
@@ -13,8 +14,9 @@ from ...dispatch import send_to_device
 from ..enums import RNGType
 from ..gradient_state import GradientState
 from ..random import synchronize_rng_states
+from ..state import PartialState
 from .loader import END, PreparedLoader
-from .samplers import BatchSamplerShard
+from .samplers import BatchSamplerShard, SeedableRandomSampler
 from .streams import CountingCollate, IterableDatasetShard
 
 __all__ = ["DataLoaderShard"]
@@ -80,25 +82,25 @@ class DataLoaderShard(PreparedLoader):
     def __len__(self) -> int:
         return max(super().__len__() - self.skip_batches, 0)
 
-    def __iter__(self) -> Iterator[Any]:
-        if self.rng_types and self._position.resumption is None:
-            synchronize_rng_states(self.rng_types, self.synchronized_generator)
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self._position.resumption is None:
+            self._agree_on_order()
         position = self._position
         counts, device, non_blocking, reads_here = self._counts, self.device, self._non_blocking, self._reads_here()
-        repeats = self._repeats()
-        base = self.base_dataloader
-        state = GradientState()
+        shard = self._shard()
+        repeats = {} if shard is None else shard.real_samples
+        stateful = self._stateful
         batches = self._open()
-        state._add_dataloader(self)
+        GradientState()._add_dataloader(self)
         try:
-            coming = next(batches, END)
+            coming: Any = next(batches, END)
             position.finished = coming is END
             while coming is not END:
                 batch, real = coming if counts else (coming, repeats.get(position.batches, 0))
                 if device is not None:
                     batch = send_to_device(batch, device, non_blocking)
-                if base is not self:
-                    position.base = base.state_dict()  # type: ignore[attr-defined]
+                if stateful is not None:
+                    position.base = stateful.state_dict()
                 if reads_here:
                     position.ahead = torch.get_rng_state()
                 coming = next(batches, END)
@@ -112,10 +114,20 @@ class DataLoaderShard(PreparedLoader):
                 yield batch
         finally:
             position.end()
-            state._remove_dataloader(self)
+            GradientState()._remove_dataloader(self)
 
-    def _repeats(self) -> dict[int, int]:
+    def _agree_on_order(self) -> None:
+        """The random generators that samples are chosen by go on alike on all processes."""
+        synchronize_rng_states(self.rng_types or [], self.synchronized_generator)
+        sampler = self.get_sampler()
+        if self._shard() is not None and isinstance(sampler, SeedableRandomSampler) and PartialState().use_distributed:
+            seed = [sampler.initial_seed]
+            dist.broadcast_object_list(seed, 0)
+            sampler.initial_seed = seed[0]
+
+    def _shard(self) -> BatchSamplerShard | None:
+        """What gives this process its batches of those of all."""
         for source in (self.batch_sampler, self.sampler):
             if isinstance(source, BatchSamplerShard):
-                return source.real_samples
-        return {}
+                return source
+        return None

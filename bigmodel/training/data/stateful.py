@@ -5,14 +5,12 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from ...errors import MissingPackageError
 
 __all__ = ["stateful_loader"]
 
 
-def stateful_loader(dataset: Any, **arguments: Any) -> DataLoader[Any]:
+def stateful_loader(dataset: Any, **arguments: Any) -> Any:
     """A `torchdata.stateful_dataloader.StatefulDataLoader`; arguments that its release does not know yet are left out.
 
     Raises:

@@ -119,5 +119,5 @@ class CountingCollate:
 
     def __call__(self, samples: Any) -> tuple[Any, int]:
         worker = get_worker_info()
-        shard = self.shard if worker is None else worker.dataset
-        return self.collate(samples), shard.real_samples  # type: ignore[union-attr]
+        shard: Any = self.shard if worker is None else worker.dataset
+        return self.collate(samples), shard.real_samples

@@ -1,0 +1,149 @@
+"""Batches on their way from the main process to the others: a header for all, and the bytes of its tensors for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...dispatch import send_to_device
+from ...errors import TrainingError
+from ..state import PartialState
+from .rows import flatten, rebuild
+
+__all__ = ["Channel", "Note"]
+
+ALIGNMENT_BYTES = 64
+"""Where tensors begin among the bytes; a multiple of every element's size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What goes with the batches of a step."""
+
+    real: int
+    """As `Step.real`."""
+    last: bool
+    """No other step follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    """A tensor among the bytes."""
+
+    offset_bytes: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A batch without the bytes of its tensors."""
+
+    structure: Any
+    leaves: list[Any]
+    """`_Bytes` for a tensor."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    note: Note | None
+    """None: there is no step."""
+    failure: str | None
+    batches: list[_Packed]
+    """By share."""
+    nbytes: int
+    """That every process receives."""
+
+
+class Channel:
+    """Between the main process and the others; each process makes its own, and all call it in step.
+
+    Args:
+        share_of: of every process, by rank, the number of its share.
+        device: where batches are put.
+        non_blocking: copies to the device do not wait.
+    """
+
+    def __init__(self, share_of: Sequence[int], device: torch.device, non_blocking: bool):
+        state = PartialState()
+        self.share_of = share_of
+        self.rank = state.process_index
+        self.distributed = state.use_distributed
+        self.device = device
+        # gloo carries bytes of the CPU.
+        self.wire = torch.device("cpu") if state.backend == "gloo" else state.device
+        self.non_blocking = non_blocking
+
+    def send(self, pieces: Sequence[Any], note: Note) -> Any:
+        """From the main process: `pieces[s]` to the processes of share `s`; returns its own."""
+        if self.distributed:
+            tensors: list[list[tuple[_Bytes, torch.Tensor]]] = []
+            batches = [_pack(piece, tensors) for piece in pieces]
+            nbytes = max(batch.nbytes for batch in batches)
+            dist.broadcast_object_list([_Header(note, None, batches, nbytes)], 0, device=self.wire)
+            if nbytes:
+                buffers = [_buffer(of_piece, nbytes, self.wire) for of_piece in tensors]
+                own = torch.empty(nbytes, dtype=torch.uint8, device=self.wire)
+                dist.scatter(own, [buffers[share] for share in self.share_of], 0)
+        return send_to_device(pieces[self.share_of[self.rank]], self.device, self.non_blocking)
+
+    def end(self, failure: BaseException | None = None) -> None:
+        """From the main process: there is no step, or no other since reading failed."""
+        if self.distributed:
+            story = None if failure is None else f"{type(failure).__name__}: {failure}"
+            dist.broadcast_object_list([_Header(None, story, [], 0)], 0, device=self.wire)
+
+    def receive(self) -> tuple[Any, Note] | None:
+        """In the other processes: the batch of the next step; None: there is none.
+
+        Raises:
+            TrainingError: the main process could not read.
+        """
+        box: list[Any] = [None]
+        dist.broadcast_object_list(box, 0, device=self.wire)
+        header: _Header = box[0]
+        if header.failure is not None:
+            raise TrainingError(f"The main process could not read the next batch: {header.failure}")
+        if header.note is None:
+            return None
+        buffer = torch.empty(header.nbytes, dtype=torch.uint8, device=self.wire)
+        if header.nbytes:
+            dist.scatter(buffer, None, 0)
+        batch = header.batches[self.share_of[self.rank]]
+        leaves = [_tensor(leaf, buffer) if isinstance(leaf, _Bytes) else leaf for leaf in batch.leaves]
+        return send_to_device(rebuild(batch.structure, leaves), self.device, self.non_blocking), header.note
+
+
+def _pack(piece: Any, tensors: list[list[tuple[_Bytes, torch.Tensor]]]) -> _Packed:
+    leaves: list[Any] = []
+    structure = flatten(piece, leaves)
+    own: list[tuple[_Bytes, torch.Tensor]] = []
+    offset = 0
+    for index, leaf in enumerate(leaves):
+        if type(leaf) is torch.Tensor and leaf.layout == torch.strided and not leaf.is_quantized and not leaf.is_nested:
+            plain = leaf.detach().resolve_conj().resolve_neg().contiguous()
+            leaves[index] = _Bytes(offset, plain.nbytes, plain.dtype, plain.shape)
+            own.append((leaves[index], plain))
+            offset += -(-plain.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    tensors.append(own)
+    return _Packed(structure, leaves, offset)
+
+
+def _buffer(tensors: list[tuple[_Bytes, torch.Tensor]], nbytes: int, device: torch.device) -> torch.Tensor:
+    buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    for where, tensor in tensors:
+        if where.nbytes:
+            buffer[where.offset_bytes : where.offset_bytes + where.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+    return buffer
+
+
+def _tensor(where: _Bytes, buffer: torch.Tensor) -> torch.Tensor:
+    if not where.nbytes:
+        return torch.empty(where.shape, dtype=where.dtype, device=buffer.device)
+    return buffer[where.offset_bytes : where.offset_bytes + where.nbytes].view(where.dtype).view(where.shape)
