@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # Scripts that import the package alone reach these as its attributes.
 from . import big_modeling as big_modeling
+from . import data_loader as data_loader
 from . import hooks as hooks
 from . import launchers as launchers
 from . import state as state
@@ -39,6 +40,7 @@ from .plans import plan
 from .quantization import BnbQuantizationConfig
 from .quantize import load_and_quantize_model, quantization_report
 from .training.configuration import DataLoaderConfiguration
+from .training.data import skip_first_batches
 from .training.enums import DDPCommunicationHookType, DistributedType
 from .training.handlers import (
     AutocastKwargs,
@@ -97,6 +99,7 @@ __all__ = [
     "plan",
     "quantization_report",
     "save_model",
+    "skip_first_batches",
     "synchronize_rng_states",
     "undispatch",
     "update_parameter",

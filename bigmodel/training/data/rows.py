@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...dispatch import is_namedtuple
+from ...structures import children, is_namedtuple, keys, rebuilt
 
 __all__ = ["cut_rows", "flatten", "join_rows", "rebuild", "row_count"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Hole:
     """Where a leaf was taken out of a structure."""
 
@@ -24,36 +23,18 @@ class Hole:
 
 
 def _is_container(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
+    inside = children(value)
+    if inside is None:
+        return False
+    if isinstance(value, (list, tuple)) and not is_namedtuple(value):
         # A list without anything nested is a column: the strings or numbers of a batch, one a sample.
-        return is_namedtuple(value) or any(isinstance(item, (torch.Tensor, np.ndarray)) or _nests(item) for item in value)
-    return _nests(value)
-
-
-def _nests(value: Any) -> bool:
-    return isinstance(value, (list, tuple, Mapping)) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+        return any(isinstance(item, (torch.Tensor, np.ndarray)) or children(item) is not None for item in inside)
+    return True
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     """The container `value` with `function` of every item, of the same type."""
-    if is_namedtuple(value):
-        return type(value)(*map(function, value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(function, value))
-    if isinstance(value, Mapping):
-        items = {key: function(item) for key, item in value.items()}
-        if type(value) is dict:
-            return items
-        if not isinstance(value, MutableMapping):
-            return type(value)(items)  # type: ignore[call-arg]
-        result = copy.copy(value)
-        for key, item in items.items():
-            result[key] = item
-        return result
-    result = copy.copy(value)
-    for field in dataclasses.fields(value):
-        object.__setattr__(result, field.name, function(getattr(value, field.name)))
-    return result
+    return rebuilt(value, [function(item) for item in children(value) or ()])
 
 
 def flatten(value: Any, leaves: list[Any]) -> Any:
@@ -133,12 +114,8 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Hole):
-        return bool(one == other)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, Mapping):
-        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
-    return all(_same(getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one))
+        return one == other
+    return list(keys(one)) == list(keys(other)) and all(map(_same, children(one) or (), children(other) or ()))
 
 
 def _joined_leaf(leaves: Sequence[Any]) -> Any:
