@@ -18,7 +18,7 @@ from .api import (
     load_checkpoint_and_dispatch,
     save_model,
 )
-from .dispatch import get_parameter, placement, undispatch, update_parameter
+from .dispatch import Activity, Timeline, get_parameter, placement, timeline, undispatch, update_parameter
 from .errors import (
     BigModelError,
     CheckpointError,
@@ -55,6 +55,7 @@ from .training.random import synchronize_rng_states
 from .training.state import PartialState
 
 __all__ = [
+    "Activity",
     "AutocastKwargs",
     "BigModelError",
     "BnbQuantizationConfig",
@@ -77,6 +78,7 @@ __all__ = [
     "PlanError",
     "ProfileKwargs",
     "QuantizationError",
+    "Timeline",
     "TrainingError",
     "cpu_offload",
     "cpu_offload_with_hook",
@@ -101,6 +103,7 @@ __all__ = [
     "save_model",
     "skip_first_batches",
     "synchronize_rng_states",
+    "timeline",
     "undispatch",
     "update_parameter",
 ]

@@ -21,11 +21,13 @@ from .offload_hooks import (
 )
 from .origin import Origin
 from .placeholder import Placeholder
-from .state import Placement, PlacementRow, align_module_device, get_parameter, placement, update_parameter, values_of
+from .recording import Activity, Timeline
+from .state import Placement, PlacementRow, align_module_device, get_parameter, placement, timeline, update_parameter, values_of
 from .stores import MappingStore, MemoryStore, ResidentStore, as_store
 
 __all__ = [
     "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
+    "Activity",
     "AlignDevicesHook",
     "CpuOffload",
     "DispatchHook",
@@ -40,6 +42,7 @@ __all__ = [
     "PlacementRow",
     "ResidentStore",
     "SequentialHook",
+    "Timeline",
     "UserCpuOffloadHook",
     "add_hook_to_module",
     "align_module_device",
@@ -61,6 +64,7 @@ __all__ = [
     "remove_hook_from_submodules",
     "send_to_device",
     "show_device_map",
+    "timeline",
     "undispatch",
     "update_parameter",
     "values_of",

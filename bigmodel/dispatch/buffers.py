@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -14,8 +15,11 @@ from .transforms import outside_transforms
 
 if TYPE_CHECKING:
     from .layout import Reading
+    from .recording import Recording
 
 __all__ = ["Buffer", "Reader", "fill"]
+
+_unrecorded = contextlib.nullcontext()
 
 
 def _flat(nbytes: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
@@ -71,10 +75,11 @@ class _Staging:
         return self._memory[self._turn][:nbytes], copied
 
 
-def fill(reading: Reading, buffer: Buffer) -> None:
+def fill(reading: Reading, buffer: Buffer, recording: Recording | None = None) -> None:
     """Reads a group's weights into a buffer in RAM."""
     if reading.nbytes <= buffer.nbytes:
-        reading.fill(buffer.flat)
+        with recording.span("read", reading.nbytes) if recording is not None else _unrecorded:
+            reading.fill(buffer.flat)
         buffer.generation = reading.generation
         buffer.moved_bytes += reading.nbytes
 
@@ -91,10 +96,10 @@ class Reader:
         self._staging = _Staging(device) if device.type != "cpu" else None
         self._stream: torch.Stream | None = None
 
-    def submit(self, reading: Reading, buffer: Buffer) -> Future[None]:
+    def submit(self, reading: Reading, buffer: Buffer, recording: Recording | None = None) -> Future[None]:
         """Reads in the background, in the order of the calls."""
         with self._lock:
-            self._last = self._started().submit(fill if self._staging is None else self._fill_on_device, reading, buffer)
+            self._last = self._started().submit(fill if self._staging is None else self._fill_on_device, reading, buffer, recording)
             return self._last
 
     def run(self, task: Callable[[], None]) -> Future[None]:
@@ -119,7 +124,7 @@ class Reader:
             # Bounded: a garbage collection may call this while its thread holds a lock of the store that the read needs.
             wait([last], timeout=1)
 
-    def _fill_on_device(self, reading: Reading, buffer: Buffer) -> None:
+    def _fill_on_device(self, reading: Reading, buffer: Buffer, recording: Recording | None) -> None:
         """Store → page-locked staging memory → one copy on a stream of its own; nothing waits for the copy but events."""
         assert self._staging is not None
         if reading.nbytes > buffer.nbytes:
@@ -127,9 +132,11 @@ class Reader:
         if self._stream is None and has_streams(self._device):
             self._stream = torch.Stream(self._device)
         staging, copied = self._staging.take(reading.nbytes)
-        reading.fill(staging)
+        with recording.span("read", reading.nbytes) if recording is not None else _unrecorded:
+            reading.fill(staging)
+        copying = recording.span("copy", reading.nbytes, on_device=True) if recording is not None else _unrecorded
         if self._stream is None or copied is None:
-            with torch.no_grad():
+            with torch.no_grad(), copying:
                 buffer.flat[: staging.numel()].copy_(staging)
             buffer.generation = reading.generation
             buffer.moved_bytes += reading.nbytes
@@ -138,7 +145,8 @@ class Reader:
             for event in buffer.used:
                 self._stream.wait_event(event)
             buffer.used = []
-            buffer.flat[: staging.numel()].copy_(staging, non_blocking=True)
+            with copying:
+                buffer.flat[: staging.numel()].copy_(staging, non_blocking=True)
             buffer.flat.record_stream(self._stream)
             copied.record(self._stream)
             ready = torch.Event(self._device)

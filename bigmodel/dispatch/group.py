@@ -20,6 +20,7 @@ from .buffers import Buffer
 from .layout import Layout, Owner, Reading, Slot, lay_out, swap_parameter
 from .lazy import LazyTensor, version_of
 from .pool import Pool
+from .recording import Mark
 from .transforms import in_transform, outside_transforms
 
 __all__ = ["SMALL_BYTES", "Counters", "Group"]
@@ -74,6 +75,8 @@ class Group:
         self._lock = threading.RLock()
         self._buffer: Buffer | None = None
         self._present: list[_Present] = []
+        self._began: Mark | None = None
+        """When it was put in, while that is recorded."""
         for slot in self.slots:
             if isinstance(slot.resting, LazyTensor):
                 slot.resting.origin.group = weakref.ref(self)
@@ -253,10 +256,12 @@ class Group:
         except BaseException:
             self._swap_out()
             raise
+        if self.pool.log is not None:
+            self._began = self.pool.log.mark(self.pool.device)
 
     def _wait_for_pages(self) -> None:
         ahead, self.pages_ahead = self.pages_ahead, None
-        absent = self.absent_pages() if ahead is None else []
+        absent = self.pool.recorded_pages(self) if ahead is None else []
         self.counters.hits += not absent
         self.counters.misses += bool(absent)
         if ahead or absent:
@@ -314,6 +319,9 @@ class Group:
         self._present.append(_Present(slot, real, version_of(real), swapped, returns))
 
     def _swap_out(self) -> None:
+        began, self._began = self._began, None
+        if began is not None and self.pool.log is not None:
+            self.pool.log.add("compute", self.name, self.pool.device, began, self.pool.log.mark(self.pool.device))
         present, self._present = self._present, []
         buffer, self._buffer = self._buffer, None
         changed = []

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from ..constants import MiB
 from ..devices import has_streams
 from ..errors import BigModelError
 from .buffers import Buffer, Reader, fill
+from .recording import Log, Recording
 
 if TYPE_CHECKING:
     from .group import Group
@@ -28,6 +30,11 @@ _SMALL_BYTES = 8 * MiB
 """What a ring in RAM may take in any case: groups so small that many fit are then read once. On a device, every byte is the plan's."""
 
 
+def _read_pages(recording: Recording, nbytes: int, read: Callable[[], None]) -> None:
+    with recording.span("read", nbytes):
+        read()
+
+
 class Pool:
     """Buffers on `device`, at most `ring_bytes` of them (default: room for the two largest groups that pass, sized as they pass)."""
 
@@ -39,6 +46,8 @@ class Pool:
         self.largest_beside_bytes = 0
         """Bytes of the largest group that is in use while others are."""
         self.overflows = 0
+        self.log: Log | None = None
+        """What is told of everything that passes; usually none."""
         self._lock = threading.Lock()
         self._ahead_lock = threading.Lock()
         self._buffers: list[Buffer] = []
@@ -94,7 +103,7 @@ class Pool:
                 reading = self._submit(group, buffer)
                 reading.result()
             else:
-                fill(group.reading, buffer)
+                fill(group.reading, buffer, self._recording(group))
         except BaseException:
             self._give_back(buffer, reading)
             raise
@@ -126,7 +135,13 @@ class Pool:
             if group.pages_ahead is None and not group.in_use:
                 group.pages_ahead = []
                 with contextlib.suppress(BigModelError):  # the group's use will tell it
-                    group.pages_ahead = [self._reader.run(read) for read in group.absent_pages()]
+                    group.pages_ahead = [self._reader.run(read) for read in self.recorded_pages(group)]
+
+    def recorded_pages(self, group: Group) -> list[Callable[[], None]]:
+        """What brings the absent pages of `group` into memory; it tells the log."""
+        recording = self._recording(group)
+        absent = group.absent_pages()
+        return absent if recording is None else [functools.partial(_read_pages, recording, group.paged_bytes, read) for read in absent]
 
     def release(self, buffer: Buffer, group: Group) -> None:
         """The last forward that used `buffer` is over; what lies in it stays until the memory is needed."""
@@ -286,4 +301,7 @@ class Pool:
             self._buffers.remove(buffer)
 
     def _submit(self, group: Group, buffer: Buffer) -> Future[None]:
-        return self._reader.submit(group.reading, buffer)
+        return self._reader.submit(group.reading, buffer, self._recording(group))
+
+    def _recording(self, group: Group) -> Recording | None:
+        return None if self.log is None else Recording(self.log, group.name, self.device)

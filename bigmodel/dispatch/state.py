@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +22,9 @@ from .group import Counters, Group
 from .hooks import hooks_of
 from .lazy import LazyTensor
 from .offload import swap_in_values
+from .recording import Timeline, record
 
-__all__ = ["Placement", "PlacementRow", "align_module_device", "get_parameter", "placement", "update_parameter", "values_of"]
+__all__ = ["Placement", "PlacementRow", "align_module_device", "get_parameter", "placement", "timeline", "update_parameter", "values_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +197,16 @@ def update_parameter(model: nn.Module, name: str, value: torch.Tensor) -> None:
         raise DispatchError(f"{name} has shape {tuple(tensor.shape)}, the new value has {tuple(value.shape)}.")
     with torch.no_grad():
         tensor.copy_(value)
+
+
+def timeline(model: nn.Module) -> AbstractContextManager[Timeline]:
+    """Records when weights travelled and when their blocks computed, within a `with` block: `with timeline(model) as recorded:`.
+
+    `recorded.activities` is filled at the end of the block, which waits for all devices. Raises `DispatchError` for a model that is not
+    dispatched, and for one that is being recorded already.
+    """
+    state = dispatched(model)
+    return record(model, None if state is None else state.schedule)
 
 
 @contextlib.contextmanager

@@ -55,3 +55,17 @@ def test_planning_shows_tables_and_pictures() -> None:
     ):
         assert said in shown
     assert sum("image/png" in output.get("data", {}) for output in outputs(kept)) >= 3
+
+
+def test_offloading_shows_that_reading_hides_behind_arithmetic() -> None:
+    kept = nbformat.read(ROOT / "notebooks" / "offloading.ipynb", as_version=4)
+    shown = text_of(kept)
+    for said in (
+        "x the resident forward",
+        "of the time while a block computed",
+        "model.layers.11",
+        "(cpu:resident)",
+        "MiB per step become",
+    ):
+        assert said in shown
+    assert any("image/png" in output.get("data", {}) for output in outputs(kept))
