@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from types import MethodType
 from typing import Any
@@ -44,13 +45,18 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     within = {name[:end] for name in blocks for end in _path_ends(name)}
     copied = {id(module.get_submodule(name)) for name in within}
     whole = {id(module.get_submodule(name)) for name in blocks}
+    # torch runs all its own classes through one function, whose compiled versions are limited to a few. Blocks need few, being alike.
+    can_isolate = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # not before torch 2.13
+    apart = {"isolate_recompiles": True, **compile_kwargs} if can_isolate else compile_kwargs
     made: dict[int, nn.Module] = {}
 
     def compiled(part: nn.Module) -> nn.Module:
         if id(part) not in made:
             # A list has no forward: nothing of it could be compiled, and it would lose its length and indices.
-            as_copy = id(part) not in whole and (id(part) in copied or not runs_itself(part))
-            made[id(part)] = copy(part) if as_copy else torch.compile(part, **compile_kwargs)  # type: ignore[assignment]
+            if id(part) not in whole and (id(part) in copied or not runs_itself(part)):
+                made[id(part)] = copy(part)
+            else:
+                made[id(part)] = torch.compile(part, **(compile_kwargs if id(part) in whole else apart))  # type: ignore[assignment]
         return made[id(part)]
 
     def copy(part: nn.Module) -> nn.Module:

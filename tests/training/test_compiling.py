@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_blocks_of_one_class_share_what_was_compiled() -> None:
     whole, blocks = CompileCounter(), CompileCounter()
     compiled = compile_regions(model, backend=blocks)
     torch.testing.assert_close(compiled(tokens), model(tokens))
-    # embedding, the first end, the two norms (which share), the blocks, the head: not one for each block
+    # embedding, the first end, the norm and the last end, the blocks, the head: not one for each block
     assert blocks.frame_count <= 6
     assert torch.compile(model, backend=whole)(tokens).shape == (2, 3, 10)
     assert blocks.op_count < whole.op_count / 2
@@ -85,6 +86,29 @@ def test_sharing_is_the_default_backends_too() -> None:
     torch._dynamo.utils.counters.clear()
     torch.testing.assert_close(compiled(tokens), model(tokens))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.heads = nn.ModuleDict({str(width): nn.Linear(8, width) for width in range(1, DEPTH + 1)})
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return [head(x) for head in self.heads.values()]
+
+
+@pytest.mark.skipif("isolate_recompiles" not in inspect.signature(torch.compile).parameters, reason="torch before 2.13")
+def test_many_modules_beside_the_blocks_are_all_compiled() -> None:
+    model, batch, counter = Heads(), torch.randn(2, 8), CompileCounter()
+    compiled = compile_regions(model, backend=counter)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(batch), model(batch))
+        assert counter.frame_count == 1 + DEPTH
+        compiled(batch)
+        assert counter.frame_count == 1 + DEPTH
 
 
 def test_the_model_stays_as_it_was_and_its_copy_remembers_it() -> None:
