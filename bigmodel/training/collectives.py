@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ..errors import DistributedOperationException
 from .agreement import INLINE_BYTES, Visit, all_gather, meet
 from .state import PartialState
-from .wire import buckets, check_rank, from_bytes, has_arithmetic, joined, put, total_bytes, wire_device, within_frame
+from .wire import buckets, check_rank, from_bytes, has_arithmetic, is_plain, joined, put, total_bytes, wire_device, within_frame
 
 __all__ = [
     "CannotPadNestedTensorWarning",
@@ -50,7 +50,7 @@ def gather(tensor: Any) -> Any:
         return tensor
     visit = Visit("gather", advice="Bring tensors to one size with pad_across_processes, or gather anything with gather_object.")
     visit.open(tensor)
-    results: list[torch.Tensor] = []
+    results = []
     for bucket, rows in _rows_of_ranks(visit, state):
         start = 0
         for given in bucket:
@@ -102,31 +102,41 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     gives = state.process_index == from_process
     inline, mine = within_frame(visit, state, gives)
     frames = meet(visit, mine)
+    if inline:
+        return put(tensor, visit.tensors if gives else _overwritten(visit.tensors, frames.rows[from_process]))
     results: list[torch.Tensor] = []
-    for bucket in [visit.tensors] if inline else buckets(visit.tensors):
-        if inline:
-            flat = frames.rows[from_process]
-        else:
-            flat = joined(bucket, wire) if gives else torch.empty(total_bytes(bucket), dtype=torch.uint8, device=wire)
+    for bucket in buckets(visit.tensors):
+        only = bucket[0] if len(bucket) == 1 else None
+        in_place = only is not None and is_plain(only) and only.device.type == wire.type and _can_be_overwritten(only)
+        flat = joined(bucket, wire) if gives or in_place else torch.empty(total_bytes(bucket), dtype=torch.uint8, device=wire)
+        if flat.numel():
             dist.broadcast(flat, src=from_process)
-        start = 0
-        for given in bucket:
-            sent = flat[start : start + given.nbytes]
-            start += given.nbytes
-            results.append(given if gives else _overwritten(given, sent))
+        results += bucket if gives or in_place else _overwritten(bucket, flat)
     return put(tensor, results)
 
 
-def _overwritten(tensor: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
-    shared = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    if shared or (tensor.is_inference() and not torch.is_inference_mode_enabled()):
-        return from_bytes(sent, tensor)
-    with torch.no_grad():
-        if tensor.dtype.itemsize == 1:  # as bytes: some of these dtypes cannot be copied
-            tensor.detach().view(torch.uint8).copy_(sent.view(tensor.shape))
-        else:
-            tensor.copy_(from_bytes(sent, tensor))
-    return tensor
+def _can_be_overwritten(tensor: torch.Tensor) -> bool:
+    expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return not expanded and (torch.is_inference_mode_enabled() or not tensor.is_inference())
+
+
+def _overwritten(tensors: list[torch.Tensor], sent: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with these bytes in them; new ones in the place of those that cannot be overwritten."""
+    results = []
+    start = 0
+    for tensor in tensors:
+        mine = sent[start : start + tensor.nbytes]
+        start += tensor.nbytes
+        if not _can_be_overwritten(tensor):
+            results.append(from_bytes(mine, tensor))
+            continue
+        with torch.no_grad():
+            if tensor.dtype.itemsize == 1:  # as bytes: some of these dtypes cannot be copied
+                tensor.detach().view(torch.uint8).copy_(mine.view(tensor.shape))
+            else:
+                tensor.copy_(from_bytes(mine, tensor))
+        results.append(tensor)
+    return results
 
 
 def gather_object(object: Any) -> Any:

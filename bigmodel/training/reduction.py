@@ -54,9 +54,9 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     rows = meet(visit, mine).rows
     reduced = _in_frames(visit.tensors, rows, reduction) if inline else _in_buckets(visit.tensors, reduction, wire_device(state))
     if reduction == "mean":
-        reduced = [numbers / state.num_processes for numbers in reduced]
+        reduced = [numbers.div_(state.num_processes) for numbers in reduced]
     if scale != 1.0:
-        reduced = [numbers * scale for numbers in reduced]
+        reduced = [numbers.mul_(scale) for numbers in reduced]
     return put(tensor, [_like(given, numbers) for given, numbers in zip(visit.tensors, reduced, strict=True)])
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "check_rank",
     "from_bytes",
     "has_arithmetic",
+    "is_plain",
     "joined",
     "put",
     "total_bytes",
@@ -25,8 +26,8 @@ __all__ = [
     "within_frame",
 ]
 
-BUCKET_BYTES = 4 << 20
-"""Tensors are copied together up to this; larger ones travel alone, without a copy."""
+BUCKET_BYTES = 512 << 10
+"""Tensors are copied together up to this; larger ones travel alone, without a copy: that copy takes longer than another collective."""
 
 _BITS_ONLY = re.compile(r"torch\.(u?int[1-7]|float4_\w+|bits\w+)")
 
@@ -83,8 +84,13 @@ def check_rank(visit: Visit, rank: int, state: PartialState) -> None:
         visit.problem = f"there is no process {rank}, only 0 to {state.num_processes - 1}"
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory holds its elements in order, none of them conjugated or negated on the way out."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements in order, as uint8 of [bytes]; its own memory, where that is contiguous."""
+    """The tensor's elements in order, as uint8 of [bytes]; its own memory, where it `is_plain`."""
     tensor = tensor.detach()
     if tensor.dtype.itemsize == 1:  # before they are made contiguous: some of these dtypes cannot be copied
         tensor = tensor.view(torch.uint8)
@@ -92,7 +98,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def joined(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The bytes of several tensors, one after another, on `device`; of one tensor its own, if they are there and contiguous."""
+    """The bytes of several tensors, one after another, on `device`; of one tensor its own, if they are there and plain."""
     pieces = [as_bytes(tensor).to(device) for tensor in tensors]
     if len(pieces) == 1:
         return pieces[0]

@@ -153,6 +153,17 @@ def broadcast_into_what_is_special() -> None:
     columns = torch.full((3, 2), float(rank)).t()
     broadcast([columns], from_process=1)
     assert torch.equal(columns, torch.ones(2, 3))
+    big = torch.full((300, 1000), float(rank), requires_grad=True)
+    flipped = torch.full((1000, 300), float(rank)).t()
+    conjugate = torch.full((100_000,), complex(1, rank)).conj()
+    assert broadcast(conjugate, from_process=1) is conjugate
+    assert torch.equal(conjugate, torch.full((100_000,), complex(1, -1)))
+    data = {"big": big, "flipped": flipped, "wide": torch.tensor([float(rank)]).expand(200_000)}
+    sent = broadcast(data, from_process=1)
+    assert sent["big"] is big
+    assert sent["flipped"] is flipped
+    assert all(torch.equal(tensor, torch.ones(tensor.shape)) for tensor in sent.values())
+    assert data["wide"][0].item() == rank
     with torch.inference_mode():
         frozen = torch.full((2,), float(rank))
     assert torch.equal(broadcast(frozen, from_process=1), torch.ones(2))

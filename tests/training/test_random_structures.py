@@ -194,32 +194,32 @@ def check_pad(spec: Any, dim: int, first: bool) -> int:
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 class TestRandomStructures:
-    @settings(QUICK, max_examples=40)
+    @settings(QUICK, max_examples=25)
     @hypothesis.given(spec=structures(NUMBERS + INTEGERS + BYTES, PLAIN, 4))
     def test_gather_joins_in_order_of_ranks(self, processes, count, spec) -> None:
         assert len(set(processes(count).run(check_gather, spec))) == 1
 
-    @settings(QUICK, max_examples=40)
+    @settings(QUICK, max_examples=25)
     @hypothesis.given(spec=structures(NUMBERS + INTEGERS + BYTES, PLAIN, 4))
     def test_broadcast_gives_the_tensors_of_one_rank(self, processes, count, spec) -> None:
         assert len(set(processes(count).run(check_broadcast, spec))) == 1
 
-    @settings(QUICK, max_examples=25)
+    @settings(QUICK, max_examples=15)
     @hypothesis.given(spec=structures(NUMBERS, PLAIN, 4), reduction=st.sampled_from(["mean", "sum", "none"]))
     def test_sums_of_floating_point_numbers(self, processes, count, spec, reduction) -> None:
         processes(count).run(check_reduce, spec, reduction)
 
-    @settings(QUICK, max_examples=25)
+    @settings(QUICK, max_examples=15)
     @hypothesis.given(spec=structures([*INTEGERS, torch.bool, torch.float32], PLAIN, 12), reduction=st.sampled_from(["max", "min"]))
     def test_largest_and_smallest_elements(self, processes, count, spec, reduction) -> None:
         processes(count).run(check_reduce, spec, reduction)
 
-    @settings(QUICK, max_examples=15)
+    @settings(QUICK, max_examples=10)
     @hypothesis.given(spec=structures(INTEGERS, PLAIN, 12))
     def test_sums_of_integers(self, processes, count, spec) -> None:
         processes(count).run(check_reduce, spec, "sum")
 
-    @settings(QUICK, max_examples=25)
+    @settings(QUICK, max_examples=15)
     @hypothesis.given(spec=structures(NUMBERS + INTEGERS + BYTES, PLAIN, 4), dim=st.integers(0, 2), first=st.booleans())
     def test_padding_to_the_longest(self, processes, count, spec, dim, first) -> None:
         processes(count).run(check_pad, spec, dim, first)
