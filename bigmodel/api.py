@@ -184,11 +184,13 @@ def load_checkpoint_and_dispatch(
     *,
     quantization: Any = None,
     packed_cache: bool | str | Path | None = None,
+    mmap: bool = False,
+    reading: Reading = "auto",
 ) -> nn.Module:
     """Loads a checkpoint (file, folder or index) into `model` and attaches what makes it run under `device_map`.
 
     `device_map`, `max_memory`, `no_split_module_classes`, `offload_buffers`, `dtype`, `skip_keys`, `preload_module_classes`,
-    `force_hooks`, `strict`, `quantization` and `packed_cache` are as in `load_and_dispatch`. `offload_folder` and
+    `force_hooks`, `strict`, `quantization`, `packed_cache`, `mmap` and `reading` are as in `load_and_dispatch`. `offload_folder` and
     `offload_state_dict` are accepted for old scripts and need not be given: offloaded weights are read from the checkpoint itself, so
     nothing is written, and nothing is spooled. `full_state_dict` and `broadcast_from_rank0` apply where `device_map` is None, see
     `load_checkpoint_in_model`.
@@ -197,7 +199,14 @@ def load_checkpoint_and_dispatch(
     """
     if device_map is None and quantization is None:
         load_checkpoint_in_model(
-            model, checkpoint, dtype=dtype, strict=strict, full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0
+            model,
+            checkpoint,
+            dtype=dtype,
+            strict=strict,
+            full_state_dict=full_state_dict,
+            broadcast_from_rank0=broadcast_from_rank0,
+            mmap=mmap,
+            reading=reading,
         )
         return model
     load_and_dispatch(
@@ -214,6 +223,8 @@ def load_checkpoint_and_dispatch(
         force_hooks=force_hooks,
         quantization=quantization,
         packed_cache=packed_cache,
+        mmap=mmap,
+        reading=reading,
     )
     if isinstance(device_map, Mapping):
         show_device_map(model, device_map)  # as the caller wrote it

@@ -16,6 +16,7 @@ import torch
 
 from ..constants import KiB
 from ..errors import BigModelError, DispatchError
+from ..waiting import result_of
 from .buffers import Buffer
 from .layout import Layout, Owner, Reading, Slot, lay_out, swap_parameter
 from .lazy import LazyTensor, version_of
@@ -268,7 +269,7 @@ class Group:
             start = time.perf_counter()
             for reading in ahead or []:
                 with contextlib.suppress(BigModelError, CancelledError):  # what is wrong with a file is told when the tensor is asked for
-                    reading.result()
+                    result_of(reading)
             for read in absent:
                 read()
             self.counters.stall_seconds += time.perf_counter() - start

@@ -7,7 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from ..constants import MiB
 from ..devices import has_streams
 from ..errors import BigModelError
+from ..waiting import result_of, wait_until_done
 from .buffers import Buffer, Reader, fill
 from .recording import Log, Recording
 
@@ -87,7 +88,7 @@ class Pool:
         if buffer is not None:
             try:
                 if pending is not None:
-                    pending.result()
+                    result_of(pending)
             except BaseException:
                 self._give_back(buffer, pending)
                 raise
@@ -101,7 +102,7 @@ class Pool:
         try:
             if self._on_accelerator:
                 reading = self._submit(group, buffer)
-                reading.result()
+                result_of(reading)
             else:
                 fill(group.reading, buffer, self._recording(group))
         except BaseException:
@@ -176,7 +177,7 @@ class Pool:
             dropped = [self._idle.pop(group) for group in groups if group in self._idle]
         for buffer, pending in dropped:
             if pending is not None:
-                wait([pending])
+                wait_until_done(pending)
             self._give_back(buffer, pending)
 
     def close(self) -> None:
@@ -207,7 +208,7 @@ class Pool:
                 buffer, unwanted = self._find(group, ahead=ahead)
             if unwanted is None:
                 return buffer
-            wait([unwanted])  # what is read for a group that did not come after all: its memory is free in a moment
+            wait_until_done(unwanted)  # what is read for a group that did not come after all: its memory is free in a moment
 
     def _find(self, group: Group, *, ahead: bool) -> tuple[Buffer | None, Future[None] | None]:
         """A buffer for `group`, or a read under way to wait for before memory beyond the ring is taken."""

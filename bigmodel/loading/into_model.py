@@ -106,6 +106,9 @@ def load_checkpoint_in_model(
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
+    *,
+    mmap: bool = False,
+    reading: Reading = "auto",
 ) -> None:
     """Fills `model` from a checkpoint: a file, an `*.index.json`, or a folder (see `Checkpoint.open`).
 
@@ -124,19 +127,26 @@ def load_checkpoint_in_model(
         broadcast_from_rank0: with `device_map=None` and in a call that all processes make, process 0 alone reads (the others need no
             files) and sends.
             Without it, each reads what its model holds, of sharded parameters no more than its part; see also `load_together`.
+        mmap: whether tensors on CPU that need no conversion share the pages of the checkpoint's files instead of being private. Who then
+            writes to a file changes the model, and who truncates it ends the process.
+        reading: how files are read: through the page cache (`"buffered"`), past it (`"direct"`), or as is found to be faster (`"auto"`).
 
     Raises:
         MatchError: tensors that nothing fills, other shapes, lost scales; before anything is read. CheckpointError: damaged files.
-        PlanError (ValueError): a map that does not cover the model, "disk" without a folder. The model is unchanged after any of them.
+        PlanError (ValueError): a map that does not cover the model, "disk" without a folder, `mmap` or `reading` where bytes come from
+        another process. The model is unchanged after any of them.
     """
     if device_map is None and broadcast_from_rank0 and several_processes():
+        if mmap or reading != "auto":
+            raise PlanError("mmap= and reading= say how a process reads files; with broadcast_from_rank0 it gets its weights from another.")
         load_together(model, checkpoint, dtype_of=dtype_rule(dtype, keep_in_fp32_modules), strict=strict, rank0_reads=True)
         return
     devices = None if device_map is None else normalized(device_map)
     if devices is not None and (unknown := unknown_entries(model, devices)):
         warnings.warn(f"The following device_map keys do not match any submodules in the model: {unknown}", UserWarning, stacklevel=2)
     if devices is None or "disk" not in devices.values():
-        load(model, Checkpoint.open(checkpoint), devices, dtype_of=dtype_rule(dtype, keep_in_fp32_modules), strict=strict)
+        dtype_of = dtype_rule(dtype, keep_in_fp32_modules)
+        load(model, Checkpoint.open(checkpoint), devices, dtype_of=dtype_of, strict=strict, mmap=mmap, reading=reading)
         return
     if offload_folder is None:
         raise PlanError("At least one of the model submodule will be offloaded to disk, please pass along an `offload_folder`.")
@@ -149,7 +159,7 @@ def load_checkpoint_in_model(
     with _restorable_folder(Path(offload_folder)):
         write_owner(offload_folder, model, source)
         write_atomically(Path(offload_folder) / OFFLOAD_INDEX_NAME, json.dumps(index, indent=2).encode())
-        materialize(model, found, devices, offload_buffers=offload_buffers)
+        materialize(model, found, devices, offload_buffers=offload_buffers, mmap=mmap, reading=reading)
     _report_unexpected(model, found)
 
 

@@ -13,6 +13,7 @@ import torch
 from ..devices import reading_threads
 from ..progress import Progress
 from ..protocols import Packer, Packing, TensorSpec
+from ..waiting import LOOK_UP_SECONDS
 from .host_memory import empty_tensor
 from .reader import Reader
 from .transfer import Computation, Transfer
@@ -50,7 +51,8 @@ def pack_weights(
                 running[pool.submit(_read_and_pack, reader, transfer, start, device, weight.packing, progress)] = weight
             if not running:
                 return
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
+            # In short waits: a signal that comes in the moment before one does not end it.
+            for future in wait(running, LOOK_UP_SECONDS, return_when=FIRST_COMPLETED).done:
                 weight = running.pop(future)
                 future.result()
                 weight.parts_left -= 1

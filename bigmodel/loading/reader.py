@@ -12,6 +12,7 @@ import torch
 from ..devices import reading_threads
 from ..errors import MatchError
 from ..progress import Progress
+from ..waiting import result_of
 from .copying import copy_rounded
 from .entry import FileIdentity, contiguous_strides
 from .files import OpenFiles
@@ -23,7 +24,7 @@ from .remote.reader import RemoteReader
 from .staging import Staging, side_streams
 from .transfer import Computation, Piece, Transfer
 from .ways import Reading, Way
-from .workers import MIN_WORKERS, Crew, result_of, workers
+from .workers import MIN_WORKERS, Crew, workers
 
 __all__ = ["Reader"]
 

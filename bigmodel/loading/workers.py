@@ -6,20 +6,18 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, TypeVar
 
 import torch
 
 from ..devices import reading_threads
+from ..waiting import result_of
 
-__all__ = ["LOOK_UP_SECONDS", "MIN_WORKERS", "Crew", "in_order", "result_of", "workers"]
+__all__ = ["MIN_WORKERS", "Crew", "in_order", "workers"]
 
 MIN_WORKERS: Final = 4
 """Reads past the page cache mostly wait, and disks want several requests at once, whatever the number of cores."""
-
-LOOK_UP_SECONDS: Final = 0.1
-"""Longest wait in one go. A signal that comes in the moment before a wait does not end it, so an endless one would miss Ctrl-C."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -110,18 +108,11 @@ class Crew:
                 self._condition.wait()
 
 
-def result_of(future: Future[Result]) -> Result:
-    """Waits for a result. Ctrl-C ends the wait, whenever it comes."""
-    while not future.done():
-        wait([future], LOOK_UP_SECONDS)
-    return future.result()
-
-
 def in_order(work: Callable[[Item], Result], items: Sequence[Item], most: int) -> list[Result]:
     """What `work` makes of each item, by at most `most` threads at once.
 
     An error (that of the first item with one) and Ctrl-C are raised at once: nothing is begun any more, and nobody waits for what is under
-    way, a server's answer or the end of a long file. So `work` must change nothing that outlives the call.
+    way, a server's answer or the end of a long file. So what `work` changes must be right however far it has come.
     """
     futures: list[Future[Result]] = [Future() for _ in items]
     left = iter(list(zip(futures, items, strict=True)))

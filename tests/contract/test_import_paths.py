@@ -325,7 +325,10 @@ def resolve(path):
     return getattr(importlib.import_module(f"bigmodel.{module}".rstrip(".")), name)
 
 
-OWN_PARAMETERS = {"load_checkpoint_and_dispatch": {"quantization": None, "packed_cache": None}}
+OWN_PARAMETERS = {
+    "load_checkpoint_and_dispatch": {"quantization": None, "packed_cache": None, "mmap": False, "reading": "auto"},
+    "load_checkpoint_in_model": {"mmap": False, "reading": "auto"},
+}
 """What bigmodel has added, by keyword only, so that no positional call of an old script means anything else."""
 
 

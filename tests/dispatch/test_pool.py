@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -257,3 +258,38 @@ def test_device_without_streams(tmp_path, accelerators, monkeypatch):
     on_disk(model, tmp_path, device)
     for _ in range(3):
         assert torch.equal(run(model, ids), expected)
+
+
+class StuckStore(FileStore):
+    """Reads nothing while `gate` is closed."""
+
+    def __init__(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(folder, tensors)
+        self.gate = threading.Event()
+        self.waiting = threading.Event()
+
+    def read_into(self, reads: Any) -> None:
+        self.waiting.set()
+        assert self.gate.wait(100)
+        super().read_into(reads)
+
+
+def test_ctrl_c_ends_a_forward_that_waits_for_weights(tmp_path, accelerators):
+    model = chain(4)
+    x = torch.randn(2, 32)
+    expected = run(model, x)
+    store = StuckStore(tmp_path, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
+    dispatch(model, {"": "disk"}, main_device=accelerators(1)[0], store=store, ring_bytes=TWO_GROUPS)
+
+    def interrupt() -> None:
+        assert store.waiting.wait(100)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run(model, x)
+    assert not store.gate.is_set()
+    thread.join()
+    store.gate.set()
+    assert torch.allclose(run(model, x), expected)

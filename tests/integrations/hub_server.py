@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -25,6 +25,8 @@ class Hub:
     tokens: list[str | None] = field(default_factory=list)
     busy: int = 0
     """How many requests are answered by 503 from now on."""
+    before_body: Callable[[str], None] | None = None
+    """Called with the name of a file before its contents are sent."""
 
     def refusal(self, name: str, revision: str) -> tuple[int, bytes, dict[str, str]] | None:
         """What the hub answers about a repository or revision that it does not have, or does not give."""
@@ -71,6 +73,8 @@ class Hub:
                 if data is None:
                     return self.send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}, with_body)
                 if with_body:
+                    if hub.before_body is not None:
+                        hub.before_body(file)
                     hub.fetched.append(file)
                     hub.tokens.append(self.headers.get("Authorization"))
                 facts = {"ETag": f'"{_etag(file, data)}"', "X-Repo-Commit": COMMIT}

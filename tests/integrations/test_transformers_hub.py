@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,11 +39,20 @@ print(json.dumps(results))
 """
 
 
+def variables(home: Path, endpoint: str) -> dict[str, str]:
+    """The environment of a process that knows this hub and this cache."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    return own | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
 def resolved(home: Path, calls: list[dict], endpoint: str, **environment: str) -> list[list]:
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    variables |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1"} | environment
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(calls)], env=variables, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", PROGRAM, json.dumps(calls)],
+        env=variables(home, endpoint) | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
@@ -126,3 +137,31 @@ def test_a_file_is_not_a_folder(tmp_path):
     file.write_bytes(b"")
     with pytest.raises(CheckpointError, match="is a file"):
         resolve(file)
+
+
+def test_ctrl_c_while_shards_come_ends_at_once(tmp_path, hub):
+    program = (
+        "import sys\n"
+        "from bigmodel.integrations.transformers.hub import resolve\n"
+        "try: resolve('owner/llama')\n"
+        "except KeyboardInterrupt: print('interrupted', flush=True)\n"
+    )
+    reached, release = threading.Event(), threading.Event()
+
+    def silent(file: str) -> None:
+        if file.endswith(".safetensors"):
+            reached.set()
+            release.wait()
+
+    hub.before_body = silent
+    run = subprocess.Popen([sys.executable, "-c", program], env=variables(tmp_path, hub.endpoint), stdout=subprocess.PIPE, text=True)
+    try:
+        assert reached.wait(200)
+        run.send_signal(signal.SIGINT)
+        out, _ = run.communicate(timeout=5)  # the hub stays silent; its client gives up after 10 s
+        assert out == "interrupted\n"
+        assert run.returncode == 0
+    finally:
+        release.set()
+        run.kill()
+        run.communicate()

@@ -92,6 +92,18 @@ def test_a_model_that_fits_is_a_plain_model(name, device_map, checkpoint_folder)
         assert_same_text(model, expected, name)
 
 
+def test_weights_lie_on_the_files_pages_when_asked(checkpoint_folder, monkeypatch):
+    folder = checkpoint_folder("llama")
+    reports, load = [], api.load
+    monkeypatch.setattr(api, "load", lambda *arguments, **how: reports.append(load(*arguments, **how)) or reports[-1])
+    model = from_pretrained(folder, device_map="cpu", mmap=True)
+    assert reports[0].mapped_bytes > 0
+    assert reports[0].bytes_read == 0
+    assert_same_weights(model, tiny_transformers.reference(folder, "llama"))
+    with pytest.raises(PlanError, match="reading='fast' is no way of reading files"):
+        from_pretrained(folder, device_map="cpu", reading="fast")
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_any_map_over_cpu_and_disk_gives_the_plain_models_outputs(name, seed, checkpoint_folder):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from bigmodel.api import load_and_dispatch
+from bigmodel.api import load_and_dispatch, load_checkpoint_and_dispatch, load_checkpoint_in_model
 from bigmodel.devices import private_bytes
-from bigmodel.errors import CheckpointError
-from bigmodel.loading import Checkpoint, init_empty_weights, load, match, materialize
+from bigmodel.errors import CheckpointError, PlanError
+from bigmodel.loading import Checkpoint, Reader, init_empty_weights, load, match, materialize
 
 
 def empty(tied: type[nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -82,6 +83,38 @@ def test_models_that_are_saved_copied_and_shared(saved: Path, tied: type[nn.Modu
     assert torch.equal(torch.load(tmp_path / "copy.pt")["embed.weight"], filled.embed.weight)
     model.share_memory()
     assert torch.equal(model.embed.weight, filled.embed.weight)
+
+
+@needs_maps
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"": "cpu", "block": "disk"}])
+def test_scripts_ask_for_it_under_the_names_they_know(
+    saved: Path, tied: type[nn.Module], filled: nn.Module, tmp_path: Path, device_map: dict[str, str] | None
+) -> None:
+    by_dispatch = load_checkpoint_and_dispatch(empty(tied), saved, device_map=device_map, mmap=True)
+    in_model = empty(tied)
+    load_checkpoint_in_model(in_model, saved, device_map=device_map, offload_folder=tmp_path / "offload", mmap=True)
+    for model in (by_dispatch, in_model):
+        assert mapped_file(model.embed.weight).endswith("model.safetensors")
+        assert torch.equal(model.embed.weight, filled.embed.weight)
+
+
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"": "cpu", "block": "disk"}])
+def test_how_files_are_read_reaches_the_reader(
+    saved: Path, tied: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device_map: dict[str, str] | None
+) -> None:
+    used = []
+    real = Reader.__init__
+
+    def noted(self: Reader, identities: Any = None, reading: Any = "buffered") -> None:
+        used.append(reading)
+        real(self, identities, reading)
+
+    monkeypatch.setattr(Reader, "__init__", noted)
+    load_checkpoint_and_dispatch(empty(tied), saved, device_map=device_map, reading="direct")
+    load_checkpoint_in_model(empty(tied), saved, device_map=device_map, offload_folder=tmp_path / "offload", reading="direct")
+    assert used.count("direct") == 2
+    with pytest.raises(PlanError, match=r"reading='fast' is no way of reading files"):
+        load_checkpoint_and_dispatch(empty(tied), saved, device_map=device_map, reading="fast")  # type: ignore[arg-type]
 
 
 def test_no_private_memory(tied: type[nn.Module], tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -17,6 +16,7 @@ from ...constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_IND
 from ...errors import CheckpointError, CheckpointNotFoundError
 from ...loading.location import HubRepository
 from ...loading.remote import explained
+from ...loading.workers import in_order
 
 __all__ = ["config_folder", "resolve"]
 
@@ -109,6 +109,4 @@ def _fetch_rest(name: str, fetch: Callable[[str], str]) -> None:
         shards = sorted(set(json.loads(Path(start).read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{start} of the model {name!r} is not an index of shards: {error!r}") from error
-    with ThreadPoolExecutor(max_workers=_DOWNLOADS) as pool:
-        # `list` raises what a download raised.
-        list(pool.map(fetch, shards))
+    in_order(fetch, shards, _DOWNLOADS)

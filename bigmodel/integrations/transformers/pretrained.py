@@ -15,7 +15,7 @@ from torch import nn
 from ...api import load_and_dispatch
 from ...device_map import device_for, unknown_entries
 from ...errors import CheckpointError, MatchError, PlanError
-from ...loading import Checkpoint, match
+from ...loading import Checkpoint, Reading, match
 from ...modules import tensor_aliases
 from ...placing import DeviceMap, Placing, find_placing
 from ...quantization import packed_layers, scheme_of, transformers_config
@@ -53,6 +53,8 @@ def from_pretrained(
     local_files_only: bool = False,
     quantization: Any = None,
     packed_cache: bool | str | os.PathLike[str] | None = None,
+    mmap: bool = False,
+    reading: Reading = "auto",
     progress: bool | None = None,
     torch_dtype: torch.dtype | str | None = None,
 ) -> Any:
@@ -83,6 +85,9 @@ def from_pretrained(
         quantization: a `BnbQuantizationConfig` or transformers' `BitsAndBytesConfig`: linear layers are packed to 4 or 8 bits as they are
             read. A checkpoint that is packed already (by bitsandbytes) says so itself.
         packed_cache: a folder for packed weights (True: beside the checkpoint), from which the next load with the same config reads them.
+        mmap: whether weights on CPU that need no conversion share the pages of the checkpoint's files, with the file cache and with other
+            processes, instead of being private. Who then writes to a file changes the model, and who truncates it ends the process.
+        reading: how files are read: through the page cache (`"buffered"`), past it (`"direct"`), or as is found to be faster (`"auto"`).
         progress: shows a progress bar; by default on a terminal.
         torch_dtype: another name of `dtype`, which older scripts use.
 
@@ -134,6 +139,8 @@ def from_pretrained(
             quantization=scheme,
             packed_cache=None if packed_cache is None else packed_cache if isinstance(packed_cache, bool) else os.fspath(packed_cache),
             skip_keys=sorted(model._skip_keys_device_placement or ()) or None,
+            mmap=mmap,
+            reading=reading,
             progress=progress,
         )
     except MatchError as error:

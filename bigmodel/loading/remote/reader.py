@@ -14,11 +14,11 @@ import torch
 
 from ...errors import CheckpointError
 from ...progress import Progress
+from ...waiting import LOOK_UP_SECONDS
 from ..copying import put_range
 from ..entry import FileIdentity
 from ..location import CheckpointFile, RemoteFile
 from ..ranges import STAGED_BYTES, Batch, Range
-from ..workers import LOOK_UP_SECONDS
 from .keeping import Keeper
 from .source import Source, source_of
 

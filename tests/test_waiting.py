@@ -1,0 +1,55 @@
+"""Waiting for other threads ends with their result, their error, or Ctrl-C, whenever that comes."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as real_wait
+from typing import Any
+
+import pytest
+
+from bigmodel import waiting
+from bigmodel.waiting import result_of, wait_until_done
+
+
+def test_results_and_errors() -> None:
+    gate = threading.Event()
+
+    def late(value: int) -> float:
+        assert gate.wait(100)
+        return 1 / value
+
+    with ThreadPoolExecutor(2) as pool:
+        good, bad = pool.submit(late, 2), pool.submit(late, 0)
+        threading.Timer(0.01, gate.set).start()
+        assert result_of(good) == 0.5
+        wait_until_done(bad)
+        with pytest.raises(ZeroDivisionError):
+            result_of(bad)
+
+
+def test_an_error_of_time_is_not_taken_for_the_end_of_a_wait() -> None:
+    future: Future[int] = Future()
+    future.set_exception(TimeoutError("of the server"))
+    with pytest.raises(TimeoutError, match="of the server"):
+        result_of(future)
+
+
+@pytest.mark.parametrize("wait", [result_of, wait_until_done])
+def test_a_signal_in_the_moment_before_a_wait_is_noticed(monkeypatch: pytest.MonkeyPatch, wait: Any) -> None:
+    future: Future[int] = Future()
+    timer = threading.Timer(100, future.set_result, [0])  # so that an endless wait fails and does not hang
+    timer.start()
+
+    def wait_and_then_look_up(*arguments: Any) -> None:
+        real_wait(*arguments)
+        raise KeyboardInterrupt  # as the interpreter does once the wait is over
+
+    monkeypatch.setattr(waiting, "wait", wait_and_then_look_up)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            wait(future)
+        assert not future.done()
+    finally:
+        timer.cancel()
