@@ -107,8 +107,9 @@ def load_and_dispatch(
         skip_keys: names of arguments of `forward` that stay where they are.
         preload_module_classes: classes whose whole tree is brought when they run, because they use their children's weights themselves.
         force_hooks: attaches hooks even when nothing moves.
-        quantization: a `BnbQuantizationConfig` (or transformers' `BitsAndBytesConfig`): linear layers are packed to 4 or 8 bits as their
-            weights arrive. A checkpoint that holds packed weights is loaded as it is, with a config or without.
+        quantization: a `BnbQuantizationConfig` (or transformers' `BitsAndBytesConfig`), or a packed format or its name (`"nf4"`, `"fp8"`):
+            linear layers are packed as their weights arrive. A checkpoint that holds packed weights is loaded as it is, with a config or
+            without.
         packed_cache: a folder for packed weights (True: beside the checkpoint), from which the next load with the same config reads them.
         mmap: whether weights on CPU that need no conversion share the pages of the checkpoint's files, with the file cache and with other
             processes, instead of being private. Who then writes to a file changes the model, and who truncates it ends the process.

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from .errors import MatchError, QuantizationError
-from .loading import Checkpoint, Computed, Entry, KeyRules, SameNames, Source, Whole, read_tensors
+from .loading import Checkpoint, Computed, Concatenate, Entry, KeyRules, SameNames, Source, Stack, Whole, lower, read_tensors
 from .modules import owner_of
 from .protocols import TensorSpec
 from .quantization import (
     Description,
     FourBit,
-    Int8,
     PackedEmbedding,
+    PackedFormat,
     PackedLinear,
     PackedStack,
     PackedWeight,
@@ -24,6 +24,7 @@ from .quantization import (
     Scheme,
     StoredWeight,
     attach,
+    chosen_by,
     described,
     is_linear,
     matrix_shape,
@@ -34,7 +35,7 @@ from .quantization import (
     why_left,
 )
 
-__all__ = ["Filled", "fill_places"]
+__all__ = ["Filled", "fill_places", "keep_places"]
 
 
 @dataclass(slots=True)
@@ -71,9 +72,27 @@ def fill_places(
         raise
     if not filling.schemes:
         raise MatchError(f"{checkpoint.location} holds {len(stored)} packed weights, and none of them has a place in the model.")
-    keys = _PackedKeys(filling.inner, filling.companions, frozenset(filling.consumed))
-    used = scheme or filling.schemes[0]
-    return Filled(keys, used, frozenset(filling.packed), filling.unpacking, filling.dtypes, filling.undo)
+    return filling.result()
+
+
+def keep_places(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme, rules: KeyRules | None) -> Filled | None:
+    """The same for a checkpoint that says nothing of being packed, and is in the format of `scheme`: what that packs is kept as it is.
+
+    Experts that are single matrices in the checkpoint are stacked packed, where their scales allow it. Everything else is loaded as the
+    values that it stands for. None where nothing can be kept. Raises what `fill_places` raises.
+    """
+    stored = {each.weight: each for each in scheme.format.stored(checkpoint.entries)}  # type: ignore[arg-type]
+    if not stored:
+        return None
+    chosen = chosen_by(scheme.format, model)
+    names = {*(f"{name}.weight" for name in chosen.packed), *chosen.stacks}
+    filling = _Filling(model, rules or SameNames(), checkpoint, scheme)
+    try:
+        filling.keep(stored, names)
+    except BaseException:
+        filling.undo()
+        raise
+    return filling.result() if filling.schemes else None
 
 
 class _Filling:
@@ -83,6 +102,7 @@ class _Filling:
         self.model, self.inner, self.checkpoint, self.scheme = model, inner, checkpoint, scheme
         self.companions: dict[str, Source] = {}
         self.consumed: set[str] = set()
+        self.scales: set[str] = set()
         self.packed: set[str] = set()
         self.schemes: list[Scheme] = []
         self.unpacking: dict[str, PackedWeight] = {}
@@ -91,6 +111,47 @@ class _Filling:
         self._places = Places(model)
         self._replaced: list[tuple[nn.Module, nn.Module]] = []
         self._detach: list[Callable[[], None]] = []
+
+    def result(self) -> Filled:
+        """The filled model, and what fills it."""
+        used = self.scheme or self.schemes[0]
+        keys = _PackedKeys(self.inner, self.companions, frozenset(self.consumed), frozenset(self.scales))
+        return Filled(keys, used, frozenset(self.packed), self.unpacking, self.dtypes, self.undo)
+
+    def keep(self, stored: Mapping[str, StoredWeight], names: Collection[str]) -> None:
+        """Puts layers and stacks into the places of those of the tensors `names` that stored weights fill as they are."""
+        entries = self.checkpoint.entries
+        specs = _specs(self.model)
+        sources, _ = self.inner.sources({name: entries[name] for name in stored}, specs)
+        for target, source in sources.items():
+            leaves = _leaves(source)
+            if target not in names or leaves is None or not all(name in stored for name in leaves):
+                continue
+            owner, key = owner_of(self.model, target)
+            packing = stored[leaves[0]].packing
+            assert packing is not None  # it is the scheme's own
+            assert self.scheme is not None
+            found = {"weight": source} | {
+                attribute: _renamed(source, {name: stored[name].companions[attribute] for name in leaves})
+                for attribute in stored[leaves[0]].companions
+            }
+            wanted = packing.tensors(specs[target].shape)
+            if not _joins(source, entries, target, packing) or any(
+                lower(found[attribute], entries, target, spec.dtype).shape != spec.shape for attribute, spec in wanted.items()
+            ):
+                continue
+            own, dtype = replace(self.scheme, format=packing), specs[target].dtype
+            placed: PackedWeight
+            if is_linear(owner):
+                prefix, placed = self._put_layer(owner, target, own, dtype)
+            else:
+                prefix, placed = self._put_stack(owner, target, key, own, dtype)
+            self.unpacking[target], self.dtypes[target] = placed, dtype
+            self.companions |= {prefix + attribute: each for attribute, each in found.items()}
+            self.packed |= {prefix + attribute for attribute in found}
+            self.scales |= {name for leaf in leaves for name in stored[leaf].beside()}
+            self.consumed |= {*leaves, *self.scales}
+            self.schemes.append(own)
 
     def targets(self, stored: list[StoredWeight]) -> list[tuple[StoredWeight, str]]:
         """The weights that the model has a place for, and the full name of each there; the match tells of the others."""
@@ -122,7 +183,9 @@ class _Filling:
         elif isinstance(owner, nn.Embedding):
             prefix, placed = self._put_table(owner, target, own, original)
         else:
-            prefix, placed = self._put_stack(owner, target, key, each, own, original)
+            prefix, placed = self._put_stack(owner, target, key, own, original)
+            self.companions[f"{target}.weight"] = Whole(each.weight)
+            self.consumed.add(each.weight)
         self.companions |= {prefix + attribute: Whole(name) for attribute, name in each.companions.items()}
         if description is not None and description.nested_offset is not None:
             self.companions[f"{prefix}nested_offset"] = _constant(description.nested_offset, each.description or "", placed.specs())
@@ -144,21 +207,17 @@ class _Filling:
         self.unpacking[target], self.dtypes[target] = table, embedding.weight.dtype
         return target.removesuffix("weight"), table
 
-    def _put_stack(
-        self, owner: nn.Module, target: str, key: str, each: StoredWeight, own: Scheme, original: torch.dtype
-    ) -> tuple[str, PackedStack]:
+    def _put_stack(self, owner: nn.Module, target: str, key: str, own: Scheme, original: torch.dtype) -> tuple[str, PackedStack]:
         module, _, _ = target.rpartition(".")
         parent = self.model.get_submodule(module.rpartition(".")[0])
         reason = why_left(owner, parent, key)
         if reason is not None:
-            raise QuantizationError(f"{each.weight} is packed, and {target} cannot be used so: {reason}.")
+            raise QuantizationError(f"{target} is packed in the checkpoint, and cannot be used so: {reason}.")
         parameter = owner._parameters[key]
         assert parameter is not None
         stack = PackedStack(tuple(parameter.shape), own.format, original)
         self._detach.append(attach(owner, key, stack))
         self.unpacking[target], self.dtypes[target] = stack, parameter.dtype
-        self.companions[f"{target}.weight"] = Whole(each.weight)
-        self.consumed.add(each.weight)
         return f"{target}.", stack
 
     def undo(self) -> None:
@@ -179,6 +238,8 @@ class _PackedKeys:
     """Full name of a companion in the model → what fills it."""
     consumed: frozenset[str]
     """Names in the checkpoint that are no matter of `inner`."""
+    kept_scales: frozenset[str]
+    """See `bigmodel.loading.KeepsScales`."""
 
     def sources(self, entries: Mapping[str, Entry], targets: Mapping[str, TensorSpec]) -> tuple[dict[str, Source], list[str]]:
         """See `KeyRules.sources`."""
@@ -200,7 +261,11 @@ def _descriptions(checkpoint: Checkpoint, stored: list[StoredWeight]) -> dict[st
 
 def _scheme_of_stored(each: StoredWeight, entry: Entry, description: Description | None, scheme: Scheme | None) -> Scheme:
     """The format of the packed bytes, with what `scheme` says about computing. Raises `QuantizationError` where it asks for other bits."""
-    packing: FourBit | Int8 = Int8() if description is None else FourBit(description.quant_type, description.double_quant, entry.dtype)
+    if description is not None:
+        packing: PackedFormat = FourBit(description.quant_type, description.double_quant, entry.dtype)
+    else:
+        assert each.packing is not None  # what is stored without a description says what it is
+        packing = each.packing
     if scheme is None:
         return Scheme(packing)
     if type(scheme.format) is not type(packing):
@@ -209,6 +274,38 @@ def _scheme_of_stored(each: StoredWeight, entry: Entry, description: Description
             "the original checkpoint with it."
         )
     return replace(scheme, format=packing)
+
+
+def _leaves(source: Source) -> list[str] | None:
+    """The entries that a source puts side by side; None where it does something else."""
+    if isinstance(source, Whole):
+        return [source.name]
+    if not isinstance(source, Stack | Concatenate):
+        return None
+    parts = [_leaves(part) for part in source.sources]
+    return None if None in parts else [name for part in parts for name in part or ()]
+
+
+def _renamed(source: Source, names: Mapping[str, str]) -> Source:
+    """The same of other entries."""
+    if isinstance(source, Whole):
+        return Whole(names[source.name])
+    assert isinstance(source, Stack | Concatenate)
+    return replace(source, sources=tuple(_renamed(part, names) for part in source.sources))
+
+
+def _joins(source: Source, entries: Mapping[str, Entry], target: str, packing: PackedFormat) -> bool:
+    """Whether packed weights can be put together as `source` says: rows and columns are added where the format can."""
+    if isinstance(source, Whole):
+        return True
+    assert isinstance(source, Stack | Concatenate)
+    if not all(_joins(part, entries, target, packing) for part in source.sources):
+        return False
+    shapes = [lower(part, entries, target, torch.uint8).shape for part in source.sources]
+    if isinstance(source, Stack):
+        return source.dim == 0
+    dim = source.dim % len(shapes[0])
+    return dim < len(shapes[0]) - 2 or all(packing.joins(shape[dim]) for shape in shapes[:-1])
 
 
 def _constant(value: float, entry: str, specs: Mapping[str, TensorSpec]) -> Computed:

@@ -67,7 +67,7 @@ def plan(
         max_memory: what each device offers, in bytes, as text, or as the name of an accelerator (`{0: "24GiB", 1: "RTX 4090",
             "cpu": "64GB"}`); devices need not exist. Devices that are not named are not used, except "disk". Of a named accelerator 90 % of
             the memory are planned with. Without `max_memory` this machine is measured.
-        dtype: what floating weights are loaded as, a torch dtype or its name; or a packed format (`"nf4"`, `"nf4-dq"`, `"fp4"`, `"int8"`),
+        dtype: what floating weights are loaded as, a torch dtype or its name; or a packed format (`"nf4"`, `"int8"`, `"fp8"`, …),
             which leaves what it does not pack as it is.
         weight_format: a packed format beside a `dtype` for what is not packed.
         context: tokens per sequence, prompt and answer together: the plan keeps room for the KV cache, activations and logits of a forward

@@ -21,6 +21,7 @@ from .quantization import (
     Int8,
     QuantizationReport,
     Scheme,
+    note_bits,
     note_scheme,
     pack,
     packed_layers,
@@ -51,7 +52,7 @@ def load_and_quantize_model(
 
     Args:
         model: on meta, or loaded (its memory is then freed layer by layer, but it was all there once).
-        bnb_quantization_config: is not changed. transformers' `BitsAndBytesConfig` will do.
+        bnb_quantization_config: is not changed. transformers' `BitsAndBytesConfig` will do, and so does the name of a packed format.
         weights_location: a checkpoint (file, folder or index) for a model on meta; one that is packed already is loaded as it is.
         device_map: as in `load_and_dispatch`; by default everything is on the first accelerator, or on the CPU where there is none. Packed
             weights rest on the CPU, on disk and on accelerators.
@@ -106,8 +107,7 @@ def _quantize_loaded(
         if id(parameter) not in packed and parameter.is_floating_point():
             in_fp32 = any(f".{kept}." in f".{name}." for kept in scheme.keep_in_fp32)
             parameter.data = parameter.data.to(torch.float32 if in_fp32 else scheme.dtype or parameter.dtype)
-    is_8bit = isinstance(scheme.format, Int8)
-    model.is_loaded_in_4bit, model.is_loaded_in_8bit = not is_8bit, is_8bit  # type: ignore[assignment]
+    note_bits(model)
     place = find_placing(
         model,
         _default_device() if device_map is None else device_map,
@@ -184,6 +184,8 @@ def quantization_report(model: nn.Module, checkpoint: str | Path | None = None) 
 
 def _refuse_old_bitsandbytes(scheme: Scheme) -> None:
     """Raises an ImportError for 8 bits, and a ValueError for 4 bits, where bitsandbytes is older than what the layers here are made for."""
+    if scheme.format.library != "bitsandbytes":
+        return
     found = version("bitsandbytes")
     if tuple(int(part) for part in found.split(".")[:2]) >= OLDEST_BITSANDBYTES:
         return

@@ -22,7 +22,7 @@ from .loading import (
     LoadReport,
     as_dtype,
 )
-from .packed_checkpoint import fill_places
+from .packed_checkpoint import fill_places, keep_places
 from .protocols import Packer, Read, Store, TensorSpec, WeightFormat
 from .quantization import (
     FourBit,
@@ -30,6 +30,7 @@ from .quantization import (
     WeightPacker,
     chosen_by,
     install,
+    note_bits,
     note_scheme,
     packed_layers,
     run_by_index,
@@ -74,8 +75,7 @@ class QuantizedLoad:
         _tell_of_stacks(model)
         if report.store is not None:
             _note_offsets(model, report.store)
-        is_4bit = any(isinstance(layer.packing, FourBit) for layer in packed_layers(model).values())
-        model.is_loaded_in_4bit, model.is_loaded_in_8bit = is_4bit, not is_4bit  # type: ignore[assignment]
+        note_bits(model)
 
 
 @contextlib.contextmanager
@@ -99,12 +99,15 @@ def quantized_load(
     place in the model.
     """
     scheme = None if quantization is None else scheme_of(quantization)
-    stored = stored_weights(checkpoint.entries)  # type: ignore[arg-type]
-    if scheme is None and not stored:
+    entries: Any = checkpoint.entries
+    stored = stored_weights(entries)
+    filled = fill_places(model, checkpoint, stored, scheme, rules) if stored else None
+    if filled is None and scheme is None:
         yield QuantizedLoad(dtype_of, rules)
         return
-    if stored:
-        filled = fill_places(model, checkpoint, stored, scheme, rules)
+    if filled is None and scheme is not None:
+        filled = keep_places(model, checkpoint, scheme, rules)
+    if filled is not None:
         used = filled.scheme
         rule = _dtype_rule(used, dtype if dtype is not None else used.dtype, dtype_of, filled.packed)
         for name, each in filled.unpacking.items():
@@ -146,7 +149,7 @@ def _packed_file(checkpoint: Checkpoint, scheme: Scheme, dtype: torch.dtype | st
         sorted((str(file), str(identity)) for file, identity in checkpoint.identities.items()),
         repr(replace(scheme.format, skip_modules=None, kept=())),
         str(dtype),
-        version("bitsandbytes"),
+        "" if scheme.format.library is None else version(scheme.format.library),
     ]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
     return folder / f"{scheme.format.name}-{key}.safetensors"

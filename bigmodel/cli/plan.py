@@ -35,7 +35,7 @@ def plan(
     disk: Annotated[str | None, typer.Option("--disk", help="Disk space to plan with; without it there is no limit.")] = None,
     max_memory: MaxMemory = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Load floating weights as bfloat16, float16, …, or packed: nf4, nf4-dq, fp4, int8.")
+        str | None, typer.Option(help="Load floating weights as bfloat16, float16, …, or packed: nf4, nf4-dq, fp4, int8, fp8, …")
     ] = None,
     context: Annotated[
         int | None, typer.Option(help="Tokens per sequence: keeps room for KV cache, activations and logits.", min=1)

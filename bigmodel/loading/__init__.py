@@ -7,7 +7,7 @@ from .dtypes import as_dtype, dtype_rule
 from .entry import Entry, FileIdentity
 from .folder_owner import check_owner, fill_folder, write_owner
 from .into_model import load, load_checkpoint_in_model, load_offloaded_weights, load_together
-from .keys import Computed, Concatenate, KeyRules, Renamed, SameNames, Slice, Source, Stack, Transpose, Whole
+from .keys import Computed, Concatenate, KeepsScales, KeyRules, Renamed, SameNames, Slice, Source, Stack, Transpose, Whole
 from .match import DtypeOf, Match, match
 from .materialize import check_covering, materialize, placements
 from .meta import init_empty_weights, init_on_device
@@ -27,7 +27,7 @@ from .save import Fetch, save_model, without_aliases, write_safetensors
 from .set_tensor import set_module_tensor_to_device
 from .state_dict import load_state_dict, read_tensors
 from .store import CheckpointStore
-from .transfer import Computation, Piece, Transfer
+from .transfer import Computation, Piece, Transfer, lower
 from .ways import Reading
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "Entry",
     "Fetch",
     "FileIdentity",
+    "KeepsScales",
     "KeyRules",
     "LoadReport",
     "Match",
@@ -70,6 +71,7 @@ __all__ = [
     "load_offloaded_weights",
     "load_state_dict",
     "load_together",
+    "lower",
     "match",
     "materialize",
     "offload_state_dict",

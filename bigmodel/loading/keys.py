@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from ..protocols import TensorSpec
 from .entry import Entry
 
-__all__ = ["Computed", "Concatenate", "KeyRules", "Renamed", "SameNames", "Slice", "Source", "Stack", "Transpose", "Whole"]
+__all__ = ["Computed", "Concatenate", "KeepsScales", "KeyRules", "Renamed", "SameNames", "Slice", "Source", "Stack", "Transpose", "Whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,16 @@ class KeyRules(Protocol):
 
     def sources(self, entries: Mapping[str, Entry], targets: Mapping[str, TensorSpec]) -> tuple[dict[str, Source], list[str]]:
         """What fills each target (those that nothing fills are left out), and the names of entries that fill nothing."""
+        ...
+
+
+@runtime_checkable
+class KeepsScales(Protocol):
+    """Key rules for a model that takes some weights in 8 bits as they are."""
+
+    @property
+    def kept_scales(self) -> Collection[str]:
+        """Entries that are scales of such weights: these are not multiplied with them."""
         ...
 
 

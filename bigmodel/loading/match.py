@@ -16,7 +16,7 @@ from ..modules import get_non_persistent_buffers, tensor_aliases
 from ..protocols import TensorSpec
 from .checkpoint import Checkpoint
 from .entry import FileIdentity
-from .keys import KeyRules, SameNames, Source, Whole
+from .keys import KeepsScales, KeyRules, SameNames, Source, Whole
 from .location import CheckpointFile
 from .scales import ScaledEntries, scaled_entries
 from .transfer import Computation, Transfer, lower
@@ -148,7 +148,7 @@ def match(
     """
     tensors, names, empty = _targets(model)
     specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    scaled = scaled_entries(checkpoint.entries, specs)
+    scaled = scaled_entries(checkpoint.entries, specs, rules.kept_scales if isinstance(rules, KeepsScales) else ())
     entries = scaled.entries
     sources, unexpected = (rules or SameNames()).sources(entries, specs)
     transfers: dict[str, Transfer] = {}

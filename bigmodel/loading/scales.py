@@ -7,7 +7,7 @@ of its name it is multiplied with, too). A scale belongs to the whole tensor, to
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,15 +41,18 @@ class ScaledEntries:
     """Weights whose scales cannot be applied, and why."""
 
 
-def scaled_entries(entries: Mapping[str, Entry], targets: Mapping[str, TensorSpec]) -> ScaledEntries:
-    """Joins weights with their scales, unless one of the targets holds 8-bit values itself, or the scale is a tensor of the model."""
-    if any(spec.dtype in WEIGHT_DTYPES for spec in targets.values()):
+def scaled_entries(entries: Mapping[str, Entry], targets: Mapping[str, TensorSpec], kept: Collection[str] = ()) -> ScaledEntries:
+    """Joins weights with their scales, unless the scale is a tensor of the model, or one of those that are `kept` beside their weights.
+
+    Where nothing is said to be kept and one of the targets holds 8-bit values itself, none are joined.
+    """
+    if not kept and any(spec.dtype in WEIGHT_DTYPES for spec in targets.values()):
         return ScaledEntries(entries, {})
     joined = dict(entries)
     refused = {}
     for name, entry in entries.items():
         scale = next((entries[name + ending] for ending in SCALE_ENDINGS if name + ending in entries), None)
-        if entry.dtype not in WEIGHT_DTYPES or entry.contents is not None or scale is None or scale.name in targets:
+        if entry.dtype not in WEIGHT_DTYPES or entry.contents is not None or scale is None or scale.name in targets or scale.name in kept:
             continue
         further = next((name + ending for ending in FURTHER_ENDINGS if name + ending in entries), None)
         blocks = None if scale.contents is not None or scale.strides is not None else _blocks(entry.shape, scale)

@@ -15,7 +15,7 @@ from .packed_stack import PackedStack, attach
 from .packed_weight import PackedWeight
 from .packer import WeightPacker
 from .replacement import Places, has_4bit_bnb_layers, has_packed_stacks, install, pack, packed_layers, replace_with_bnb_layers, run_by_index
-from .report import LayerReport, QuantizationReport, note_scheme, report
+from .report import LayerReport, QuantizationReport, note_bits, note_scheme, report
 from .selection import Selection, keep_list, select
 from .stacks import is_stack, stacks_of, why_left
 from .stored import StoredWeight, stored_weights
@@ -48,6 +48,7 @@ __all__ = [
     "is_stack",
     "keep_list",
     "matrix_shape",
+    "note_bits",
     "note_scheme",
     "pack",
     "packed_layer",

@@ -12,6 +12,7 @@ import torch
 
 from ..errors import QuantizationError
 from ..planning import CustomDtype
+from .formats import FORMAT_NAMES, weight_format
 from .four_bit import FourBit
 from .int8 import Int8
 from .packed_format import PackedFormat
@@ -99,16 +100,19 @@ class Scheme:
 
 def scheme_of(config: object) -> Scheme:
     """The scheme of a `BnbQuantizationConfig`, of an object with the attributes of transformers' `BitsAndBytesConfig`, or of such a config
-    as a mapping, as `config.json` has it.
+    as a mapping, as `config.json` has it; or of a packed format or its name (`"nf4"`, `"fp8"`).
 
     Raises `QuantizationError` for what is none of these, and for what only training on top of unpacked 8-bit weights needs.
     """
     if isinstance(config, Scheme):
         return config
+    if isinstance(config, str | PackedFormat):
+        return Scheme(weight_format(config) if isinstance(config, str) else config)
     given: Any = SimpleNamespace(**{**_DEFAULTS, **config}) if isinstance(config, Mapping) and "load_in_4bit" in config else config
     if not hasattr(given, "load_in_4bit") or not hasattr(given, "load_in_8bit"):
         raise QuantizationError(
-            f"{type(config).__name__} is no config of bitsandbytes: give a BnbQuantizationConfig, or transformers' BitsAndBytesConfig."
+            f"{type(config).__name__} is no config of bitsandbytes: give a BnbQuantizationConfig, transformers' BitsAndBytesConfig, or the "
+            f"name of a packed format ({', '.join(FORMAT_NAMES)})."
         )
     if getattr(given, "llm_int8_has_fp16_weight", False):
         raise QuantizationError("llm_int8_has_fp16_weight=True keeps the weights unpacked: load the model without quantization instead.")
@@ -154,9 +158,14 @@ def _torch_dtype(value: object) -> Any:
     return found if isinstance(found, torch.dtype) else value
 
 
-def transformers_config(scheme: Scheme, left: Collection[str]) -> dict[str, Any]:
-    """The scheme as a `config.json` has it (`quantization_config`), for transformers to load what was saved. `left`: unpacked layers."""
+def transformers_config(scheme: Scheme, left: Collection[str]) -> dict[str, Any] | None:
+    """The scheme as a `config.json` has it (`quantization_config`), for transformers to load what was saved. `left`: unpacked layers.
+
+    None for a format that transformers cannot load.
+    """
     packing = scheme.format
+    if not isinstance(packing, FourBit | Int8):
+        return packing.for_transformers(sorted(left))
     four = packing if isinstance(packing, FourBit) else None
     compute = scheme.compute_dtype or torch.float32
     return {

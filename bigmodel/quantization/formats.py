@@ -12,8 +12,10 @@ from torch import nn
 from ..errors import QuantizationError
 from ..protocols import TensorSpec
 from .four_bit import FourBit
+from .fp8_blocks import Fp8Blocks
 from .int8 import Int8
 from .packed_format import PackedFormat, packed_shapes, sizes_of
+from .torchao_rows import TorchaoRows
 
 __all__ = ["FORMAT_NAMES", "weight_format", "weight_formats"]
 
@@ -23,12 +25,16 @@ _FORMATS: Final[Mapping[str, PackedFormat]] = {
     "fp4": FourBit("fp4"),
     "fp4-dq": FourBit("fp4", double_quant=True),
     "int8": Int8(),
+    "fp8": Fp8Blocks(),
+    "torchao-int8": TorchaoRows("int8"),
+    "torchao-float8": TorchaoRows("float8"),
 }
 FORMAT_NAMES: Final = tuple(_FORMATS)
 
 
 def weight_format(name: str) -> PackedFormat:
-    """The format of a name: `"nf4"`, `"fp4"`, each also with double quantization (`"nf4-dq"`, `"fp4-dq"`), or `"int8"`.
+    """The format of a name: bitsandbytes' `"nf4"`, `"fp4"`, each also with double quantization (`"nf4-dq"`, `"fp4-dq"`), and `"int8"`;
+    8-bit floats in blocks, `"fp8"`; torchao's `"torchao-int8"` and `"torchao-float8"`.
 
     The output head and tied weights are left as they are. Raises `QuantizationError` (a ValueError) for another name.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ class FourBit(PackedFormat):
     byte.
     """
 
+    library: ClassVar[str | None] = "bitsandbytes"
     quant_type: str = "nf4"
     """`"nf4"` or `"fp4"`."""
     double_quant: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -26,6 +26,8 @@ class Int8(PackedFormat):
 
     Of stacks of matrices each row of each matrix has its scale; they are unpacked before they are multiplied.
     """
+
+    library: ClassVar[str | None] = "bitsandbytes"
 
     @property
     def name(self) -> str:

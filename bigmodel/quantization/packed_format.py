@@ -9,18 +9,19 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import nn
 
 from ..protocols import Packing, TensorSpec
-from .matrices import matrix_shape
+from .matrices import is_transposed, matrix_shape
 from .selection import Selection, select
 
 if TYPE_CHECKING:
     from .config import Scheme
     from .packed_linear import PackedLinear
+    from .stored import StoredWeight
 
 __all__ = ["PackedFormat", "Tensors", "chosen_by", "packed_shapes", "sizes_of"]
 
@@ -34,6 +35,10 @@ class PackedFormat(ABC):
     A packed weight is some tensors by name: the packed bytes are `"weight"`, beside them stand their companions (scales, …).
     """
 
+    library: ClassVar[str | None] = None
+    """The package that packs, whose release may decide the packed bytes; None where this one does."""
+    packs_transposed: ClassVar[bool] = True
+    """Whether layers that keep their weight as (in, out) are packed too, as (out, in)."""
     skip_modules: tuple[str, ...] | None = field(default=None, kw_only=True)
     """Names of modules that are left as they are; None: the output head and tied weights (`keep_list`)."""
     kept: tuple[str, ...] = field(default=(), kw_only=True)
@@ -100,6 +105,18 @@ class PackedFormat(ABC):
         """
         return None
 
+    def stored(self, tensors: Mapping[str, TensorSpec]) -> list[StoredWeight]:
+        """The weights of a checkpoint that are in this format already, for one that says nothing of it itself."""
+        return []
+
+    def joins(self, length: int) -> bool:
+        """Whether packed matrices of this many rows (columns) can be put one below (beside) the other as they are, scales and all."""
+        return False
+
+    def for_transformers(self, left: list[str]) -> dict[str, Any] | None:
+        """What `config.json` says of a model so packed, whose layers `left` are not; None where transformers cannot load it."""
+        return None
+
     def packed_bytes(self, spec: TensorSpec) -> int:
         """Bytes of one weight of this shape (…, rows, columns) once packed, companions included."""
         return bytes_of(self.tensors(spec.shape))
@@ -118,7 +135,12 @@ def sizes_of(packing: PackedFormat, shapes: Mapping[str, tuple[int, ...]]) -> di
 def chosen_by(packing: PackedFormat, model: nn.Module) -> Selection:
     """What the format packs of a model, and why the rest is left."""
     tables = (lambda shape: packing.table(shape) is not None) if packing.embeddings else None
-    return select(model, packing.skip_modules, packing.kept, tables)
+    found = select(model, packing.skip_modules, packing.kept, tables)
+    if not packing.packs_transposed:
+        for name in [name for name, layer in found.packed.items() if is_transposed(layer)]:
+            del found.packed[name]
+            found.left[name] = f"it keeps its weight transposed, which {packing.name} does not pack"
+    return found
 
 
 def bytes_of(tensors: Mapping[str, TensorSpec]) -> int:

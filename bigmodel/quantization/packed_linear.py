@@ -16,20 +16,16 @@ from .packed_weight import PackedWeight
 __all__ = ["PackedLinear", "packed_layer"]
 
 
-class PackedLinear(PackedWeight):
+class PackedLinear(PackedWeight, nn.Linear):
     """A linear layer whose format says how it is multiplied with."""
 
-    in_features: int
-    out_features: int
-    bias: nn.Parameter | None
+    bias: nn.Parameter | None  # type: ignore[assignment]
     from_transposed: bool = False
     """Whether the layer that this one took the place of kept its weight as (in, out)."""
 
     def __init__(self, in_features: int, out_features: int, packing: PackedFormat, original_dtype: torch.dtype) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        nn.Linear.__init__(self, in_features, out_features, bias=False, device="meta")
         self.packing, self.original_dtype = packing, original_dtype
-        self.register_parameter("bias", None)
         self._fill_with_meta()
 
     @property

@@ -11,13 +11,15 @@ from torch import nn
 
 from ..text import bytes_text, names_text
 from .config import Scheme
+from .four_bit import FourBit
+from .int8 import Int8
 from .matrices import is_linear
 from .packed_format import chosen_by
 from .replacement import packed_layers
 from .selection import select
 from .stacks import is_stack
 
-__all__ = ["LayerReport", "QuantizationReport", "note_scheme", "report"]
+__all__ = ["LayerReport", "QuantizationReport", "note_bits", "note_scheme", "report"]
 
 _SCHEME = "_bigmodel_scheme"
 
@@ -89,6 +91,13 @@ class QuantizationReport:
 def note_scheme(model: nn.Module, scheme: Scheme) -> None:
     """Lets the model remember how it was packed, for the report."""
     model.__dict__[_SCHEME] = scheme
+
+
+def note_bits(model: nn.Module) -> None:
+    """Sets `is_loaded_in_4bit` and `is_loaded_in_8bit`, by which libraries know a model that bitsandbytes packed."""
+    packings = [layer.packing for layer in packed_layers(model).values()]
+    four, eight = (any(isinstance(packing, kind) for packing in packings) for kind in (FourBit, Int8))
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = four, eight and not four  # type: ignore[assignment]
 
 
 def report(model: nn.Module, original: Callable[[str], torch.Tensor] | None = None) -> QuantizationReport:

@@ -1,4 +1,4 @@
-"""Packed weights as they stand in checkpoints that bitsandbytes, transformers or bigmodel have saved: which tensors belong together."""
+"""Packed weights as they stand in checkpoints that others or bigmodel have saved: which tensors belong together."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 from ..protocols import TensorSpec
 from .description import DESCRIPTION, STATE_NAMES
+from .int8 import Int8
+from .packed_format import PackedFormat
 
 __all__ = ["StoredWeight", "stored_weights"]
 
@@ -26,6 +28,8 @@ class StoredWeight:
     """Name of the packed bytes: that of a layer's weight, or of a stack of expert matrices."""
     companions: dict[str, str] = field(default_factory=dict)
     """Attribute of a packed weight → name in the checkpoint."""
+    packing: PackedFormat | None = None
+    """None where the description tells."""
     description: str | None = None
     """4-bit: the name of the tensor that describes the weight."""
     others: list[str] = field(default_factory=list)
@@ -40,7 +44,7 @@ class StoredWeight:
 
 
 def stored_weights(tensors: Mapping[str, TensorSpec]) -> list[StoredWeight]:
-    """The packed weights among the tensors of a checkpoint; empty for a checkpoint that is not packed."""
+    """The weights that bitsandbytes packed among the tensors of a checkpoint; empty for a checkpoint that it did not."""
     found: list[StoredWeight] = []
     for name in tensors:
         beside, _, last = name.rpartition(".")
@@ -51,10 +55,10 @@ def stored_weights(tensors: Mapping[str, TensorSpec]) -> list[StoredWeight]:
                 weight = beside
             if weight in tensors and tensors[weight].dtype == torch.int8:
                 note = f"{layer}{FORMAT_NOTE}"
-                found.append(StoredWeight(weight, {SCALES: name}, others=[note] if note in tensors else []))
+                found.append(StoredWeight(weight, {SCALES: name}, Int8(), others=[note] if note in tensors else []))
         elif DESCRIPTION in name and (at := name.find(DESCRIPTION)) > 0:
             weight = name[: at - 1]
             if weight in tensors:
                 companions = {key: f"{weight}.{key}" for key in STATE_NAMES if f"{weight}.{key}" in tensors}
-                found.append(StoredWeight(weight, companions, name))
+                found.append(StoredWeight(weight, companions, description=name))
     return found

@@ -113,8 +113,9 @@ def test_an_old_bitsandbytes_is_refused_with_both_releases(monkeypatch, config, 
 
 
 def test_what_is_no_config_is_refused():
-    with pytest.raises(QuantizationError, match="str is no config"):
-        load_and_quantize_model(empty_net(), "nf4")
+    for wrong, message in ((4, "int is no config"), ({"bits": 4}, "dict is no config"), ("4bit", "'4bit' is no packed format")):
+        with pytest.raises(QuantizationError, match=message):
+            load_and_quantize_model(empty_net(), wrong)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])

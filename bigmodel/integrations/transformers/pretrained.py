@@ -82,8 +82,8 @@ def from_pretrained(
         revision: branch, tag or commit on the hub.
         trust_remote_code: whether code that comes with the model may run.
         local_files_only: whether to use nothing but what is in the hub's cache.
-        quantization: a `BnbQuantizationConfig` or transformers' `BitsAndBytesConfig`: linear layers are packed to 4 or 8 bits as they are
-            read. A checkpoint that is packed already (by bitsandbytes) says so itself.
+        quantization: a `BnbQuantizationConfig`, transformers' `BitsAndBytesConfig`, or a packed format or its name (`"nf4"`, `"fp8"`):
+            linear layers are packed as they are read. A checkpoint that is packed already (by bitsandbytes) says so itself.
         packed_cache: a folder for packed weights (True: beside the checkpoint), from which the next load with the same config reads them.
         mmap: whether weights on CPU that need no conversion share the pages of the checkpoint's files, with the file cache and with other
             processes, instead of being private. Who then writes to a file changes the model, and who truncates it ends the process.
@@ -106,7 +106,8 @@ def from_pretrained(
     folder = resolve(path_or_id, revision=revision, local_files_only=local_files_only, trust_remote_code=trust_remote_code)
     overrides = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     config = load_config(folder, trust_remote_code=trust_remote_code, **overrides)
-    quantization = quantization or _own_quantization(path_or_id, config)
+    own_quantization = _own_quantization(path_or_id, config)
+    quantization = quantization or own_quantization
     scheme = None if quantization is None else scheme_of(quantization)
     if scheme is not None:
         dtype, scheme = dtype or scheme.dtype, replace(scheme, dtype=None)  # the model is built in it
@@ -152,7 +153,9 @@ def from_pretrained(
         assert scheme is not None
         layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in packed]
         used = replace(scheme, format=next(iter(packed.values())).packing)
-        model.config.quantization_config = transformers_config(used, layers)  # for what is saved
+        described = transformers_config(used, layers)
+        if described is not None:
+            model.config.quantization_config = described  # for what is saved
     return model
 
 
