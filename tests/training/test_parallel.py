@@ -184,6 +184,25 @@ def extracted_in_ranks() -> dict[str, bool]:
     return found
 
 
+def gradients_by_regions() -> bool:
+    """Whether gradients of a `DistributedDataParallel` that is compiled by regions are those of both ranks' batches together."""
+    torch.manual_seed(0)
+    model, batches = Model(), torch.randn(2, 3, 4)
+    model(batches.flatten(0, 1)).square().mean().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    spread = compile_regions(DistributedDataParallel(model), backend="eager")
+    spread(batches[torch.distributed.get_rank()]).square().mean().backward()
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
+    return extract_model_from_parallel(spread, keep_torch_compile=False) is model
+
+
+@pytest.mark.xdist_group("processes")
+def test_gradients_meet_where_what_spreads_the_model_is_compiled_by_regions(processes: Any) -> None:
+    pool: Processes = processes(2)
+    assert pool.run(gradients_by_regions) == [True, True]
+
+
 @pytest.mark.xdist_group("processes")
 def test_models_come_out_of_what_spreads_them(processes: Any) -> None:
     pool: Processes = processes(2)
