@@ -34,6 +34,12 @@ logger = logging.getLogger("bigmodel.utils.environment")
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
+# What launchers call the same four numbers: torchrun; then Open MPI, MPICH and Intel MPI, MVAPICH2.
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
+WORLD_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
+LOCAL_WORLD_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
+
 MAIN_PORT = 29500
 """Where the processes of a job meet unless told otherwise; torchrun's default."""
 

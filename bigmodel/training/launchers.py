@@ -18,8 +18,16 @@ from ..errors import TrainingError
 from ..settings import PREFIXES
 from .config_file import LaunchSettings, launch_environment
 from .enums import DistributedType, PrecisionType
-from .environment import MAIN_PORT, is_port_in_use, patch_environment
-from .state import LOCAL_RANK_VARIABLES, LOCAL_WORLD_VARIABLES, RANK_VARIABLES, WORLD_VARIABLES, PartialState
+from .environment import (
+    LOCAL_RANK_VARIABLES,
+    LOCAL_WORLD_VARIABLES,
+    MAIN_PORT,
+    RANK_VARIABLES,
+    WORLD_VARIABLES,
+    is_port_in_use,
+    patch_environment,
+)
+from .state import PartialState
 
 __all__ = ["debug_launcher", "launch_script", "notebook_launcher", "torchrun_arguments"]
 

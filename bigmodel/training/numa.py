@@ -11,8 +11,7 @@ from pathlib import Path
 from ..devices import accelerators, pci_address
 from ..errors import TrainingError
 from ..settings import environment_flag
-from .environment import get_int_from_env
-from .state import LOCAL_WORLD_VARIABLES
+from .environment import LOCAL_WORLD_VARIABLES, get_int_from_env
 
 __all__ = ["override_numa_affinity", "set_numa_affinity"]
 

@@ -16,18 +16,13 @@ from ..devices import accelerators, collective_name
 from ..errors import TrainingError
 from ..settings import environment_flag
 from .enums import DistributedType
-from .environment import get_int_from_env
+from .environment import LOCAL_RANK_VARIABLES, LOCAL_WORLD_VARIABLES, RANK_VARIABLES, WORLD_VARIABLES, get_int_from_env
+from .numa import set_numa_affinity
 from .splitting import share_of
 
 __all__ = ["PartialState", "wait_for_everyone"]
 
 T = TypeVar("T")
-
-# What launchers call the same four numbers: torchrun; then Open MPI, MPICH and Intel MPI, MVAPICH2.
-RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
-WORLD_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
-LOCAL_WORLD_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
 
 
 class PartialState:
@@ -35,6 +30,7 @@ class PartialState:
 
     Where `torch.distributed` runs already, its default group is taken; else, where a launcher (`torchrun`, MPI) has set ranks in the
     environment, the group is made; else there is one process. `cpu=True` keeps to the CPU (also `BIGMODEL_USE_CPU=1`).
+    With `BIGMODEL_CPU_AFFINITY=1` the process runs on cores near its device, see `set_numa_affinity`.
 
     Args:
         cpu: compute on the CPU although there is an accelerator.
@@ -100,6 +96,8 @@ class PartialState:
             distributed_type=DistributedType(f"MULTI_{collective_name(device)}") if dist.is_initialized() else DistributedType.NO,
             debug=environment_flag("DEBUG_MODE"),
         )
+        if environment_flag("CPU_AFFINITY"):
+            set_numa_affinity(local_rank)
 
     def __repr__(self) -> str:
         return (

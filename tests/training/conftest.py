@@ -10,8 +10,8 @@ from processes import Processes
 
 from bigmodel.settings import PREFIXES
 from bigmodel.training.accelerator_state import AcceleratorState
+from bigmodel.training.environment import LOCAL_RANK_VARIABLES, LOCAL_WORLD_VARIABLES, RANK_VARIABLES, WORLD_VARIABLES
 from bigmodel.training.gradient_state import GradientState
-from bigmodel.training.state import LOCAL_RANK_VARIABLES, LOCAL_WORLD_VARIABLES, RANK_VARIABLES, WORLD_VARIABLES
 
 LAUNCHER_VARIABLES = (*RANK_VARIABLES, *WORLD_VARIABLES, *LOCAL_RANK_VARIABLES, *LOCAL_WORLD_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 OF_THE_TESTS = ("BIGMODEL_CACHE", "BIGMODEL_SIM_BUILD_DIR")

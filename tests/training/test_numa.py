@@ -15,6 +15,7 @@ from bigmodel.devices import pci_address
 from bigmodel.errors import TrainingError
 from bigmodel.training import numa
 from bigmodel.training.numa import override_numa_affinity, set_numa_affinity
+from bigmodel.training.state import PartialState
 
 
 class Binding:
@@ -106,6 +107,15 @@ def test_it_is_set_once_and_overridden_every_time(binding: Binding, system: Path
     override_numa_affinity(0)
     override_numa_affinity(0)
     assert binding.calls == 3
+
+
+def test_processes_bind_themselves_where_the_launcher_says_so(binding: Binding, system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PartialState()
+    assert binding.calls == 0
+    PartialState._reset_state()
+    monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", "1")
+    PartialState()
+    assert binding.cores[0] == NODE_0 | NODE_1
 
 
 def test_debug_mode_prints(binding: Binding, system: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
