@@ -39,6 +39,7 @@ from .planning import Plan, infer_auto_device_map
 from .plans import plan
 from .quantization import BnbQuantizationConfig
 from .quantize import load_and_quantize_model, quantization_report
+from .training.accelerator import Accelerator
 from .training.configuration import DataLoaderConfiguration
 from .training.data import skip_first_batches
 from .training.enums import DDPCommunicationHookType, DistributedType
@@ -55,6 +56,7 @@ from .training.random import synchronize_rng_states
 from .training.state import PartialState
 
 __all__ = [
+    "Accelerator",
     "Activity",
     "AutocastKwargs",
     "BigModelError",

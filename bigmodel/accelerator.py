@@ -1,0 +1,7 @@
+"""The Accelerator, under the path that scripts import."""
+
+from __future__ import annotations
+
+from .training.accelerator import Accelerator
+
+__all__ = ["Accelerator"]

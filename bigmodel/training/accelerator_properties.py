@@ -1,0 +1,108 @@
+"""The part of `Accelerator` that tells how it trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .accelerator_state import AcceleratorState
+from .configuration import DataLoaderConfiguration
+from .enums import PrecisionType
+from .gradient_state import GradientState
+from .loss_scale import LossScale
+from .optimizer import AcceleratedOptimizer
+
+__all__ = ["SettingsProperties"]
+
+
+class SettingsProperties:
+    """Settings, of which some may be changed between steps."""
+
+    state: AcceleratorState
+    gradient_state: GradientState
+    dataloader_config: DataLoaderConfiguration
+    loss_scale: LossScale | None
+    _optimizers: list[AcceleratedOptimizer]
+
+    @property
+    def mixed_precision(self) -> str:
+        """What forwards compute in: `"no"`, `"fp16"`, `"bf16"`."""
+        return self.state.mixed_precision
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether forwards run under torch's autocast."""
+        return self.state.mixed_precision in (PrecisionType.FP16, PrecisionType.BF16)
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler; None where the precision needs none."""
+        return None if self.loss_scale is None else self.loss_scale.scaler
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The selected DeepSpeed plugin; None without."""
+        return self.state.deepspeed_plugin
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded by `fully_shard`."""
+        return self.state.is_fsdp2
+
+    @property
+    def split_batches(self) -> bool:
+        """As in `DataLoaderConfiguration`."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """As in `DataLoaderConfiguration`."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """As in `DataLoaderConfiguration`; a change counts for loaders that are prepared later."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even_batches: bool) -> None:
+        self.dataloader_config.even_batches = even_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """As in `DataLoaderConfiguration`."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """As in `DataLoaderConfiguration`."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """As in `DataLoaderConfiguration`."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this batch's gradients are synchronized, and the optimizer steps."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self.gradient_state.sync_gradients = sync_gradients
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Batches whose gradients are added up before a step; a change counts at once."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
+        self.gradient_state.plugin_kwargs["num_steps"] = gradient_accumulation_steps
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of some optimizer changed nothing, because scaled gradients were infinite or no numbers."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)

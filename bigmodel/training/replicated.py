@@ -1,0 +1,104 @@
+"""A copy of the model in each process: placed, in its precision, its gradients averaged, compiled."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..dispatch import LazyTensor, dispatched
+from ..errors import TrainingError
+from .compiling import compile_regions, is_compiled_module
+from .enums import DynamoBackend
+from .handlers import DistributedDataParallelKwargs
+from .mixed_precision import get_mixed_precision_context_manager
+from .nested import convert_outputs_to_fp32
+
+if TYPE_CHECKING:
+    from .accelerator import Accelerator
+
+__all__ = ["compile_model", "compute_in_precision", "prepare_copy", "sync_in_backward"]
+
+
+def prepare_copy(accelerator: Accelerator, model: nn.Module, device_placement: bool, evaluation_mode: bool) -> nn.Module:
+    """The model ready for forwards in this process, and unless `evaluation_mode` for gradients over all processes.
+
+    A model that bigmodel has dispatched stays where it is. Raises `TrainingError` where its trainable parts would have to be averaged.
+    """
+    places = sorted({str(place) for place in getattr(model, "hf_device_map", {}).values()})
+    spread = dispatched(model) is not None or len(places) > 1
+    averaged = accelerator.use_distributed and not evaluation_mode and any(map(_is_trained, model.parameters()))
+    if spread and averaged:
+        raise TrainingError(
+            f"{type(model).__name__} is dispatched to {places}, and {accelerator.num_processes} processes cannot average its gradients. "
+            "Train it in one process, use a FullyShardedDataParallelPlugin on a model that is not dispatched, or prepare it with "
+            "evaluation_mode=True."
+        )
+    compute_in_precision(accelerator, model)
+    if device_placement and not spread:
+        model.to(accelerator.device)
+    if averaged:
+        model = _averaged(accelerator, model)
+    return compile_model(accelerator, model)
+
+
+def _is_trained(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and not isinstance(parameter, LazyTensor)  # offloaded weights are frozen
+
+
+def compute_in_precision(accelerator: Accelerator, model: nn.Module) -> None:
+    """Forwards of the model run under autocast and give their outputs in float32, where the accelerator's precision is a half one."""
+    if not accelerator.native_amp:
+        return
+    forward = model.forward
+    autocast: Any = get_mixed_precision_context_manager(True, accelerator.autocast_handler)
+    inner = getattr(forward, "__func__", None)
+    if inner is None:  # a function that somebody has set on the instance
+        model.forward = convert_outputs_to_fp32(autocast(forward))
+    else:
+        model.forward = MethodType(convert_outputs_to_fp32(autocast(inner)), model)
+    # What `extract_model_from_parallel(keep_fp32_wrapper=False)` puts back.
+    model._original_forward = forward  # type: ignore[assignment]
+
+
+def compile_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """The model compiled as the accelerator's `TorchDynamoPlugin` says; unchanged where it is compiled already."""
+    plugin = accelerator.state.dynamo_plugin
+    if plugin is None or plugin.backend == DynamoBackend.NO or is_compiled_module(model):
+        return model
+    if plugin.use_regional_compilation:
+        return compile_regions(model, **plugin.to_kwargs())
+    return torch.compile(model, **plugin.to_kwargs())  # type: ignore[return-value]
+
+
+def _averaged(accelerator: Accelerator, model: nn.Module) -> DistributedDataParallel:
+    handler = accelerator.ddp_handler or DistributedDataParallelKwargs()
+    device = accelerator.device
+    places: dict[str, Any] = {}
+    if device.type != "cpu" and next(model.parameters()).device.type != "cpu":
+        places = {"device_ids": [device.index], "output_device": device.index}
+    wrapped = DistributedDataParallel(model, **places, **handler.to_kwargs())
+    handler.register_comm_hook(wrapped)
+    return wrapped
+
+
+@contextlib.contextmanager
+def sync_in_backward(model: nn.Module) -> Iterator[None]:
+    """Backwards inside average gradients of a `DistributedDataParallel`, although their forward was inside `no_sync`."""
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    before = model.require_backward_grad_sync, model.require_forward_param_sync
+    model.require_backward_grad_sync = model.require_forward_param_sync = True
+    # What a forward outside of `no_sync` does last.
+    model.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync, model.require_forward_param_sync = before

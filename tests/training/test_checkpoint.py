@@ -1,0 +1,375 @@
+"""Stopping and going on in one process: to the bit, from complete folders only."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset
+
+from bigmodel.errors import CheckpointError, CheckpointNotFoundError, MatchError, TrainingError
+from bigmodel.training import checkpoint_folder
+from bigmodel.training.accelerator import Accelerator
+from bigmodel.training.accelerator_state import AcceleratorState
+from bigmodel.training.configuration import DataLoaderConfiguration, ProjectConfiguration
+from bigmodel.training.gradient_state import GradientState
+
+SAMPLES = 20
+
+
+class Noisy(Dataset[tuple[torch.Tensor, int]]):
+    """Samples that draw numbers when they are read (in worker processes, whose generators nobody can save, they draw none)."""
+
+    def __init__(self, noise: float):
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(4, generator=generator) + self.noise * torch.rand(1), index
+
+
+class Counter:
+    """A custom object."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def fresh() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Job:
+    """A loop with dropout, shuffling, accumulation, a schedule and a custom object."""
+
+    def __init__(self, *, workers: int = 0, seedable: bool = False, tied: bool = False, **arguments: Any):
+        fresh()
+        torch.manual_seed(0)
+        random.seed(0)
+        numpy.random.seed(0)
+        self.accelerator = Accelerator(
+            cpu=True,
+            gradient_accumulation_steps=2,
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable),
+            **arguments,
+        )
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        if tied:
+            model[3].weight = model[0].weight
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        loader = DataLoader(Noisy(0.0 if workers else 0.01), batch_size=2, shuffle=True, num_workers=workers)
+        self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
+            model, inner, loader, LambdaLR(inner, lambda step: 1 / (1 + step))
+        )
+        self.counter = Counter()
+        self.accelerator.register_for_checkpointing(self.counter)
+
+    def steps(self, epochs: int) -> Iterator[tuple[list[int], float]]:
+        for _ in range(epochs):
+            for inputs, indices in self.loader:
+                yield self.step(inputs, indices)
+
+    def step(self, inputs: torch.Tensor, indices: torch.Tensor) -> tuple[list[int], float]:
+        with self.accelerator.accumulate(self.model):
+            noise = random.random() + numpy.random.rand()
+            loss = (self.model(inputs) - inputs).square().mean() * noise
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        self.counter.count += len(indices)
+        return indices.tolist(), loss.item()
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"seedable": True}, {"tied": True}, {"mixed_precision": "fp16"}])
+@pytest.mark.parametrize("stop", [4, 10, 14])
+def test_a_stopped_job_goes_on_to_the_bit(options: dict[str, Any], stop: int, tmp_path: Path) -> None:
+    whole = list(Job(**options).steps(2))
+    first = Job(**options)
+    seen = []
+    steps = first.steps(2)
+    for _ in range(stop):
+        seen.append(next(steps))
+    first.accelerator.save_state(tmp_path / "state")
+    second = Job(**options)
+    torch.manual_seed(17)  # nothing may depend on what the new process has drawn
+    second.accelerator.load_state(tmp_path / "state")
+    assert second.counter.count == 2 * stop
+    # The rest of the epoch that was stopped; at its end, that rest is the whole of the next one.
+    seen += list(second.steps(2 - stop // 10))
+    assert seen == whole
+
+
+def test_skipping_by_hand_gives_the_same_rest(tmp_path: Path) -> None:
+    whole = list(Job().steps(2))
+    first = Job()
+    steps = first.steps(1)
+    for _ in range(4):
+        next(steps)
+    first.accelerator.save_state(tmp_path)
+    second = Job()
+    second.accelerator.load_state(tmp_path)
+    rest = [second.step(*batch) for batch in second.accelerator.skip_first_batches(second.loader, 4)]
+    rest += list(second.steps(1))
+    assert rest == whole[4:]
+
+
+def test_the_folder_has_the_names_that_others_look_for(tmp_path: Path) -> None:
+    job = Job(mixed_precision="fp16", tied=True)
+    other = job.accelerator.prepare(nn.Linear(2, 2))
+    folder = Path(job.accelerator.save_state(tmp_path / "state"))
+    assert {file.name for file in folder.iterdir()} == {
+        "model.safetensors",
+        "model_1.safetensors",
+        "optimizer.bin",
+        "scheduler.bin",
+        "sampler.bin",
+        "scaler.pt",
+        "random_states_0.pkl",
+        "custom_checkpoint_0.pkl",
+        "training_state.json",
+    }
+    for file in folder.iterdir():
+        if file.suffix in (".bin", ".pt", ".pkl"):
+            torch.load(file, weights_only=True)
+    with torch.no_grad():
+        other.weight.zero_()
+        job.model[0].weight.zero_()
+    job.accelerator.load_state(folder)
+    assert other.weight.abs().sum() > 0
+    assert job.model[0].weight.abs().sum() > 0
+    assert job.model[3].weight is job.model[0].weight
+    assert [file.name for file in tmp_path.iterdir()] == ["state"]
+
+
+def test_files_of_torch_do_as_well(tmp_path: Path) -> None:
+    job = Job()
+    expected = job.model[0].weight.detach().clone()
+    job.accelerator.save_state(tmp_path, safe_serialization=False)
+    assert (tmp_path / "pytorch_model.bin").exists()
+    with torch.no_grad():
+        job.model[0].weight.zero_()
+    job.accelerator.load_state(tmp_path, load_kwargs={"map_location": "on_device"})
+    assert torch.equal(job.model[0].weight, expected)
+    with pytest.raises(TrainingError, match="weights_only"):
+        job.accelerator.load_state(tmp_path, load_kwargs={"weights_only": False})
+
+
+def test_checkpoints_are_numbered_and_the_oldest_go(tmp_path: Path) -> None:
+    project = ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+    job = Job(project_config=project)
+    for number in range(3):
+        job.counter.count = number
+        assert job.accelerator.save_state() == str(tmp_path / "checkpoints" / f"checkpoint_{number}")
+    assert sorted(file.name for file in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
+    again = Job(project_config=ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True, total_limit=2))
+    again.accelerator.project_configuration.iteration = 1
+    with pytest.raises(TrainingError, match="checkpoint_1 exists"):
+        again.accelerator.save_state()
+    again.accelerator.load_state()
+    assert again.counter.count == 2
+    assert again.accelerator.save_iteration == 3
+    again.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_1")
+    assert again.counter.count == 1
+
+
+def test_after_ten_the_latest_is_ten(tmp_path: Path) -> None:
+    project = ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True, iteration=9)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    for counter.count in (9, 10):
+        accelerator.save_state()
+    accelerator.load_state()
+    assert counter.count == 10
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+class Broken(Counter):
+    def state_dict(self) -> dict[str, Any]:
+        raise OSError("the disk is full")
+
+
+class Unreadable(Counter):
+    def state_dict(self) -> dict[str, Any]:
+        return {"counter": Counter()}
+
+
+@pytest.mark.parametrize(("thing", "error", "message"), [(Broken(), CheckpointError, "full"), (Unreadable(), TrainingError, "Unreadable")])
+def test_a_save_that_fails_leaves_what_was_there(thing: Counter, error: type[Exception], message: str, tmp_path: Path) -> None:
+    project = ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True, total_limit=1)
+    job = Job(project_config=project)
+    job.accelerator.save_state()
+    before = tree(tmp_path)
+    job.accelerator.register_for_checkpointing(thing)
+    with pytest.raises(error, match=message):
+        job.accelerator.save_state()
+    assert tree(tmp_path) == before
+    assert sorted(file.name for file in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_0"]
+    assert job.accelerator.save_iteration == 1
+
+
+def test_saving_again_replaces_what_was_saved_and_nothing_else(tmp_path: Path) -> None:
+    job = Job()
+    extra = job.accelerator.prepare(nn.Linear(1, 1))
+    job.accelerator.save_state(tmp_path / "state")
+    (tmp_path / "state" / "notes.txt").write_text("mine")
+    (tmp_path / "state" / "logs").mkdir()
+    (tmp_path / "state" / "logs" / "log.txt").write_text("mine, too")
+    job.accelerator._models.remove(extra)
+    job.accelerator.save_state(tmp_path / "state")
+    names = {file.name for file in (tmp_path / "state").iterdir()}
+    assert "model_1.safetensors" not in names
+    assert {"notes.txt", "logs", "model.safetensors"} <= names
+    assert (tmp_path / "state" / "logs" / "log.txt").read_text() == "mine, too"
+    assert [file.name for file in tmp_path.iterdir()] == ["state"]
+
+
+def test_a_process_killed_in_the_middle_leaves_a_whole_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    job.accelerator.save_state(tmp_path / "state")
+    before = tree(tmp_path / "state")
+    renames = []
+
+    class Killed(BaseException):
+        pass
+
+    def rename(old: Any, new: Any) -> None:
+        if len(renames) == 1:  # between moving the old one away and the new one in
+            raise Killed
+        renames.append((old, new))
+        real(old, new)
+
+    real = checkpoint_folder.os.rename
+    monkeypatch.setattr(checkpoint_folder.os, "rename", rename)
+    monkeypatch.setattr(checkpoint_folder.shutil, "rmtree", lambda *args, **kwargs: None)
+    with pytest.raises(Killed):
+        job.accelerator.save_state(tmp_path / "state")
+    monkeypatch.undo()
+    assert not (tmp_path / "state").exists()
+    with pytest.raises(CheckpointNotFoundError, match="interrupted"):
+        job.accelerator.load_state(tmp_path / "state")
+    job.accelerator.save_state(tmp_path / "state")
+    assert tree(tmp_path / "state").keys() == before.keys()
+    assert [file.name for file in tmp_path.iterdir()] == ["state"]
+
+
+def test_an_incomplete_copy_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    job = Job()
+    job.accelerator.save_state(tmp_path)
+    (tmp_path / "optimizer.bin").write_bytes(b"short")
+    job.counter.count = 5
+    with pytest.raises(CheckpointError, match=r"optimizer\.bin has 5 bytes, and was saved with \d+"):
+        job.accelerator.load_state(tmp_path)
+    (tmp_path / "optimizer.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"optimizer\.bin is missing"):
+        job.accelerator.load_state(tmp_path)
+    assert job.counter.count == 5
+    (tmp_path / "training_state.json").write_text("{")
+    with pytest.raises(CheckpointError, match="damaged"):
+        job.accelerator.load_state(tmp_path)
+    (tmp_path / "training_state.json").unlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"no optimizer\.bin"):
+        job.accelerator.load_state(tmp_path)
+
+
+def test_files_that_would_run_code_are_refused(tmp_path: Path) -> None:
+    job = Job()
+    job.accelerator.save_state(tmp_path)
+    (tmp_path / "training_state.json").unlink()
+    torch.save({"state": Counter()}, tmp_path / "optimizer.bin")
+    with pytest.raises(TrainingError, match=r"optimizer\.bin \(optimizer 0\) cannot be read"):
+        job.accelerator.load_state(tmp_path)
+
+
+def test_another_model_is_told(tmp_path: Path) -> None:
+    Job().accelerator.save_state(tmp_path)
+    fresh()
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(3, 3))
+    with pytest.raises(MatchError, match=r"model\.safetensors does not fill model 0"):
+        accelerator.load_state(tmp_path)
+    accelerator.prepare(nn.Linear(3, 3))
+    with pytest.raises(CheckpointNotFoundError, match=r"no model_1\.safetensors for model 1, a Linear"):
+        accelerator.load_state(tmp_path, strict=False)
+
+
+def test_hooks_save_and_load_in_their_own_way(tmp_path: Path) -> None:
+    job = Job()
+    calls = []
+
+    def save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        calls.append("save")
+        assert models == [job.model]
+        state = weights.pop()
+        (Path(folder) / "own.json").write_text(json.dumps(state["0.bias"].tolist()))
+
+    def load(models: list[nn.Module], folder: str) -> None:
+        calls.append("load")
+        bias = torch.tensor(json.loads((Path(folder) / "own.json").read_text()))
+        with torch.no_grad():
+            models.pop()[0].bias.copy_(bias)
+
+    saving = job.accelerator.register_save_state_pre_hook(save)
+    loading = job.accelerator.register_load_state_pre_hook(load)
+    expected = job.model[0].bias.detach().clone()
+    job.accelerator.save_state(tmp_path)
+    assert not (tmp_path / "model.safetensors").exists()
+    with torch.no_grad():
+        job.model[0].bias.zero_()
+    job.accelerator.load_state(tmp_path)
+    assert torch.equal(job.model[0].bias, expected)
+    saving.remove()
+    loading.remove()
+    job.accelerator.save_state(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    assert calls == ["save", "load"]
+
+
+def test_saving_between_two_steps_is_told(tmp_path: Path) -> None:
+    job = Job()
+    next(job.steps(1))
+    with pytest.warns(UserWarning, match="batch 1 of 2"):
+        job.accelerator.save_state(tmp_path)
+
+
+def test_without_a_folder_there_is_nothing_to_do() -> None:
+    job = Job()
+    for call in (job.accelerator.save_state, job.accelerator.load_state):
+        with pytest.raises(TrainingError, match="needs a folder"):
+            call()
+    with pytest.raises(TrainingError, match="int cannot be registered"):
+        job.accelerator.register_for_checkpointing(Counter(), 3)
+    job = Job(project_config=ProjectConfiguration(automatic_checkpoint_naming=True))
+    with pytest.raises(TrainingError, match="project_dir"):
+        job.accelerator.save_state()
+
+
+def test_models_are_saved_for_others(tmp_path: Path) -> None:
+    job = Job(mixed_precision="bf16", dynamo_backend="eager")
+    job.accelerator.save_model(job.model, tmp_path, max_shard_size=64)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert "0.weight" in index["weight_map"]
+    job.accelerator.save({"some": torch.ones(1)}, tmp_path / "some.pt")
+    assert torch.load(tmp_path / "some.pt", weights_only=True)["some"].item() == 1
