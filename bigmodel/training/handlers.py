@@ -93,9 +93,9 @@ class InitProcessGroupKwargs(KwargsHandler):
         return timedelta(minutes=10 if self.backend == "nccl" else 30)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """What was chosen, as arguments of `PartialState`. A timeout that is the backend's own is left to the backend that is taken."""
+        """What was chosen, as arguments of `PartialState`. Where no backend was, the usual timeout is left to the one that is taken."""
         kwargs = super().to_kwargs()
-        if self.timeout == self._usual_timeout():
+        if "backend" not in kwargs and self.timeout == self._usual_timeout():
             kwargs.pop("timeout", None)
         return kwargs
 

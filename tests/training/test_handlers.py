@@ -58,11 +58,13 @@ def test_the_process_group_takes_what_was_chosen() -> None:
     assert InitProcessGroupKwargs().to_kwargs() == {}
     assert InitProcessGroupKwargs().timeout == timedelta(minutes=10)
     assert InitProcessGroupKwargs(backend="gloo").timeout == timedelta(minutes=30)
-    assert InitProcessGroupKwargs(backend="gloo").to_kwargs() == {"backend": "gloo"}
+    assert InitProcessGroupKwargs(backend="gloo").to_kwargs() == {"backend": "gloo", "timeout": timedelta(minutes=30)}
+    assert InitProcessGroupKwargs(backend="gloo", timeout=timedelta(minutes=10)).to_kwargs()["timeout"] == timedelta(minutes=10)
     assert InitProcessGroupKwargs(timeout=timedelta(seconds=800)).to_kwargs() == {"timeout": timedelta(seconds=800)}
     assert InitProcessGroupKwargs(backend=None, init_method="file:///tmp/meet").to_kwargs() == {
         "backend": None,
         "init_method": "file:///tmp/meet",
+        "timeout": timedelta(minutes=30),
     }
 
 
