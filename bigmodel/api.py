@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .device_map import device_for, normalized
-from .devices import DeviceKey, as_device
+from .device_map import normalized
+from .devices import as_device
 from .dispatch import (
     LazyTensor,
-    MappingStore,
     UserCpuOffloadHook,
     as_store,
     attach_cpu_offload_hook,
@@ -27,26 +26,24 @@ from .dispatch import (
     show_device_map,
     values_of,
 )
-from .errors import PlanError
 from .loading import (
     Checkpoint,
     DtypeOf,
     KeyRules,
-    OffloadedWeightsLoader,
     Reading,
     dtype_rule,
-    fill_folder,
     init_empty_weights,
     init_on_device,
     load,
     load_checkpoint_in_model,
 )
 from .loading import save_model as write_model
-from .modules import get_non_persistent_buffers, named_module_tensors
+from .modules import named_module_tensors
 from .placing import DeviceMap, Placing, find_placing, main_device_of, refuse_absent
 from .planning import check_device_map, convert_file_size_to_int, infer_auto_device_map
 from .protocols import Store
 from .quantizing import quantized_load
+from .resting import folder_store, own_tensors, store_for
 
 __all__ = [
     "attach_layerwise_casting_hooks",
@@ -261,7 +258,7 @@ def dispatch_model(
     devices = normalized(device_map)
     refuse_absent(devices)
     main = as_device(main_device) if main_device is not None else main_device_of(devices)
-    store = _store_for(model, devices, state_dict, offload_dir, offload_index)
+    store = store_for(model, devices, state_dict, offload_dir, offload_index)
     _dispatch_or_move(
         model,
         Placing(devices, main, offload_buffers),
@@ -290,7 +287,7 @@ def cpu_offload(
     if state_dict is None:
         away = [
             (name, value)
-            for name, value in _own_tensors(model).items()
+            for name, value in own_tensors(model).items()
             if not (isinstance(value, LazyTensor) and value.origin.store.kind == "cpu")
         ]
         state_dict = {name: value.to("cpu") for name, value in away}
@@ -310,7 +307,7 @@ def disk_offload(
     """
     device = as_device(execution_device) if execution_device is not None else _execution_device(model)
     names = [name for name, _ in named_module_tensors(model, recurse=True, remove_non_persistent=True)]
-    store = _folder_store(model, names, offload_dir)
+    store = folder_store(model, names, offload_dir)
     return _offload_everything(model, device, store, offload_buffers, preload_module_classes)
 
 
@@ -346,14 +343,6 @@ def save_model(
         metadata,
         fetch=lambda name: values_of(state[name]),
     )
-
-
-def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What the model has registered and would save, under all names. (Packed layers save it under other names.)"""
-    transient = get_non_persistent_buffers(model, recurse=True, fqns=True)
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    tensors |= {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name not in transient}
-    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def _dispatch_or_move(
@@ -402,41 +391,3 @@ def _offload_everything(
 def _execution_device(model: nn.Module) -> torch.device:
     """The device of the first parameter that is somewhere; the CPU for a model that is nowhere yet."""
     return next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
-
-
-def _store_for(
-    model: nn.Module,
-    devices: Mapping[str, DeviceKey],
-    state_dict: Mapping[str, torch.Tensor] | None,
-    offload_dir: str | Path | None,
-    offload_index: Mapping[str, Mapping[str, Any]] | None,
-) -> Store | None:
-    """Where the tensors mapped to "disk" rest (and those of `state_dict`): the given folder or index; written there now if need be."""
-    names = [
-        name for name, _ in named_module_tensors(model, recurse=True, remove_non_persistent=True) if device_for(name, devices) == "disk"
-    ]
-    if not names:
-        return None if state_dict is None else as_store(state_dict)
-    if offload_index is not None:
-        return MappingStore(OffloadedWeightsLoader(state_dict=state_dict, save_folder=offload_dir, index=offload_index), kind="disk")
-    if offload_dir is None:
-        modules = ", ".join(name or "the whole model" for name, device in devices.items() if device == "disk")
-        raise PlanError(
-            "We need an `offload_dir` to dispatch this model according to this `device_map`, the following submodules need to be "
-            f"offloaded: {modules}. Give a folder, or load with `load_checkpoint_and_dispatch`, which reads the checkpoint itself."
-        )
-    return _folder_store(model, names, offload_dir, state_dict)
-
-
-def _folder_store(
-    model: nn.Module, names: Collection[str], folder: str | Path, state_dict: Mapping[str, torch.Tensor] | None = None
-) -> Store:
-    """The offload folder as a store. The model's own values of the tensors `names` are written to it first, unless it holds them.
-
-    Raises `CheckpointError` when the folder is another model's, or cannot be written.
-    """
-    own = _own_tensors(model)
-    here = {name: own[name] for name in names if name in own and (isinstance(own[name], LazyTensor) or not own[name].is_meta)}
-    if here:
-        fill_folder(folder, model, here)
-    return MappingStore(OffloadedWeightsLoader(state_dict=state_dict, save_folder=folder), kind="disk")

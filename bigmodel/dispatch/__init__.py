@@ -22,7 +22,17 @@ from .offload_hooks import (
 from .origin import Origin
 from .placeholder import Placeholder
 from .recording import Activity, Timeline
-from .state import Placement, PlacementRow, align_module_device, get_parameter, placement, timeline, update_parameter, values_of
+from .state import (
+    Placement,
+    PlacementRow,
+    align_module_device,
+    get_parameter,
+    get_parameter_device,
+    placement,
+    timeline,
+    update_parameter,
+    values_of,
+)
 from .stores import MappingStore, MemoryStore, ResidentStore, as_store
 
 __all__ = [
@@ -56,6 +66,7 @@ __all__ = [
     "dispatched",
     "find_device",
     "get_parameter",
+    "get_parameter_device",
     "get_state_dict_from_offload",
     "get_state_dict_offloaded_model",
     "has_offloaded_params",

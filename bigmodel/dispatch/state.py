@@ -24,7 +24,17 @@ from .lazy import LazyTensor
 from .offload import swap_in_values
 from .recording import Timeline, record
 
-__all__ = ["Placement", "PlacementRow", "align_module_device", "get_parameter", "placement", "timeline", "update_parameter", "values_of"]
+__all__ = [
+    "Placement",
+    "PlacementRow",
+    "align_module_device",
+    "get_parameter",
+    "get_parameter_device",
+    "placement",
+    "timeline",
+    "update_parameter",
+    "values_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +207,18 @@ def update_parameter(model: nn.Module, name: str, value: torch.Tensor) -> None:
         raise DispatchError(f"{name} has shape {tuple(tensor.shape)}, the new value has {tuple(value.shape)}.")
     with torch.no_grad():
         tensor.copy_(value)
+
+
+def get_parameter_device(parameter: nn.Module) -> torch.device:
+    """The device of a module: that of its first parameter, or buffer, or tensor among its attributes. Of an offloaded one, where it runs.
+
+    Raises `DispatchError` for a module without any tensor.
+    """
+    attributes = (value for module in parameter.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
+    first = next(itertools.chain(parameter.parameters(), parameter.buffers(), attributes), None)
+    if first is None:
+        raise DispatchError(f"{type(parameter).__name__} holds no tensor, so it is on no device.")
+    return first.origin.device if isinstance(first, LazyTensor) else first.device
 
 
 def timeline(model: nn.Module) -> AbstractContextManager[Timeline]:

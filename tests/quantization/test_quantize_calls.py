@@ -11,11 +11,12 @@ from quantized_models import TOKENS, empty_net, saved_net, with_bitsandbytes
 from torch import nn
 
 import bigmodel
-from bigmodel import MatchError, PlanError, QuantizationError
+from bigmodel import DispatchError, MatchError, PlanError, QuantizationError
 from bigmodel.quantization import Int8, pack, packed_layers
 from bigmodel.utils import (
     BnbQuantizationConfig,
     get_keys_to_not_convert,
+    get_parameter_device,
     get_quantized_model_device_map,
     has_4bit_bnb_layers,
     load_and_quantize_model,
@@ -129,3 +130,22 @@ def test_a_weight_is_offloaded_in_8_bits_with_its_scales(tmp_path, is_packed):
     assert torch.equal(load_offloaded_weight(tmp_path / "0.weight.dat", index["0.weight"]), expected["weight"])
     assert torch.equal(load_offloaded_weight(tmp_path / "0.SCB.dat", index["0.SCB"]), expected["SCB"])
     assert model[0].weight.is_meta
+
+
+def test_the_device_of_a_module_is_that_of_its_first_tensor_or_where_it_runs(tmp_path, accelerators):
+    accelerators(1, check_leaks=False)
+    assert get_parameter_device(nn.Linear(2, 2)) == torch.device("cpu")
+    assert get_parameter_device(nn.Linear(2, 2, device="meta")) == torch.device("meta")
+    assert get_parameter_device(nn.BatchNorm1d(2, affine=False)) == torch.device("cpu")
+    holder = nn.Module()
+    holder.table = torch.zeros(2)
+    assert get_parameter_device(nn.Sequential(holder)) == torch.device("cpu")
+    with pytest.raises(DispatchError, match="ReLU holds no tensor"):
+        get_parameter_device(nn.ReLU())
+    saved_net(tmp_path)
+    config = BnbQuantizationConfig(load_in_8bit=True)
+    device_map = {"embed": 0, "layers": "disk", "head": 0}
+    model = load_and_quantize_model(empty_net(), config, weights_location=tmp_path, device_map=device_map)
+    main = get_parameter_device(model)
+    assert main.type != "cpu"
+    assert get_parameter_device(model.layers) == main
