@@ -20,8 +20,8 @@ __all__ = ["compile_model", "compile_regions", "has_compiled_regions", "is_compi
 
 
 def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-    """The model as the plugin compiles it; the model itself where the backend is `"NO"`, or where something is compiled already."""
-    if plugin.backend == DynamoBackend.NO or has_compiled_regions(model):
+    """The model as the plugin compiles it; the model itself where the backend is `"NO"`, or where it was compiled, whole or by regions."""
+    if plugin.backend == DynamoBackend.NO or is_compiled_module(model) or "_orig_mod" in model.__dict__:
         return model
     if plugin.use_regional_compilation:
         return compile_regions(model, **plugin.to_kwargs())

@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..dispatch import LazyTensor, dispatched
 from ..errors import TrainingError
-from .compiling import compile_regions, is_compiled_module
-from .enums import DynamoBackend
+from .compiling import compile_model
 from .handlers import DistributedDataParallelKwargs
 from .mixed_precision import get_mixed_precision_context_manager
 from .nested import convert_outputs_to_fp32
@@ -22,7 +20,7 @@ from .nested import convert_outputs_to_fp32
 if TYPE_CHECKING:
     from .accelerator import Accelerator
 
-__all__ = ["compile_model", "compute_in_precision", "prepare_copy", "sync_in_backward"]
+__all__ = ["compute_in_precision", "prepare_copy", "sync_in_backward"]
 
 
 def prepare_copy(accelerator: Accelerator, model: nn.Module, device_placement: bool, evaluation_mode: bool) -> nn.Module:
@@ -44,7 +42,8 @@ def prepare_copy(accelerator: Accelerator, model: nn.Module, device_placement: b
         model.to(accelerator.device)
     if averaged:
         model = _averaged(accelerator, model)
-    return compile_model(accelerator, model)
+    plugin = accelerator.state.dynamo_plugin
+    return model if plugin is None else compile_model(model, plugin)
 
 
 def _is_trained(parameter: nn.Parameter) -> bool:
@@ -64,16 +63,6 @@ def compute_in_precision(accelerator: Accelerator, model: nn.Module) -> None:
         model.forward = MethodType(convert_outputs_to_fp32(autocast(inner)), model)
     # What `extract_model_from_parallel(keep_fp32_wrapper=False)` puts back.
     model._original_forward = forward  # type: ignore[assignment]
-
-
-def compile_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """The model compiled as the accelerator's `TorchDynamoPlugin` says; unchanged where it is compiled already."""
-    plugin = accelerator.state.dynamo_plugin
-    if plugin is None or plugin.backend == DynamoBackend.NO or is_compiled_module(model):
-        return model
-    if plugin.use_regional_compilation:
-        return compile_regions(model, **plugin.to_kwargs())
-    return torch.compile(model, **plugin.to_kwargs())  # type: ignore[return-value]
 
 
 def _averaged(accelerator: Accelerator, model: nn.Module) -> DistributedDataParallel:

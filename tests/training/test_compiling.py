@@ -190,3 +190,11 @@ def test_a_plugin_compiles_as_it_says(arguments: dict[str, Any], whole: bool, re
     assert compile_model(compiled, plugin) is compiled
     assert (compiled is model) == (not arguments)
     torch.testing.assert_close(compiled(tokens), model(tokens))
+
+
+def test_a_model_with_a_part_that_was_compiled_is_compiled() -> None:
+    model, tokens = Model(), torch.arange(6)
+    model.head = torch.compile(model.head, backend="eager")
+    compiled = compile_model(model, TorchDynamoPlugin(backend=DynamoBackend.EAGER))
+    assert is_compiled_module(compiled)
+    torch.testing.assert_close(compiled(tokens), model(tokens))
