@@ -16,6 +16,7 @@ from torch import nn
 from ...errors import BigModelError, CheckpointError
 from ...loading import Checkpoint, init_empty_weights
 from ...modules import get_non_persistent_buffers, tensor_aliases
+from .gguf import single_gguf
 from .initialize import compute_buffers, set_tensor
 from .package import transformers_module
 
@@ -50,13 +51,28 @@ def empty_model(
 
 
 def load_config(path: str | os.PathLike[str], *, trust_remote_code: bool = False, **overrides: Any) -> Any:
-    """The configuration in the folder `path`. Raises `CheckpointError` where there is none, or none that transformers knows."""
+    """The configuration in the folder `path`, or in a GGUF file; see `single_gguf`.
+
+    Raises `CheckpointError` where there is none, or none that transformers knows.
+    """
     transformers = transformers_module()
+    gguf = single_gguf(path)
+    if gguf is not None:
+        path, overrides = gguf.parent, overrides | {"gguf_file": gguf.name}
     try:
         config = transformers.AutoConfig.from_pretrained(os.fspath(path), trust_remote_code=trust_remote_code, **overrides)
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{os.fspath(path)!r} has no configuration that transformers can read: {error}") from error
+        raise CheckpointError(f"{os.fspath(gguf or path)!r} has no configuration that transformers can read: {error}") from error
+    if gguf is not None and not config.architectures:
+        config.architectures = _usual_architecture(config)
     return config
+
+
+def _usual_architecture(config: Any) -> list[str] | None:
+    """The class of language models for a configuration that names none: what GGUF files hold."""
+    mapping = transformers_module("models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    found = mapping.get(config.model_type)
+    return None if found is None else [found]
 
 
 def is_config(thing: object) -> bool:
@@ -84,7 +100,10 @@ def resolve_dtype(dtype: torch.dtype | str | None, config: Any, open_checkpoint:
         return configured
     if open_checkpoint is None:
         return torch.get_default_dtype()
-    floating = [entry.dtype for entry in open_checkpoint().entries.values() if entry.dtype.is_floating_point]
+    checkpoint = open_checkpoint()
+    if checkpoint.format == "gguf":
+        return torch.float32  # which its packed tensors stand for, whatever the others are
+    floating = [entry.dtype for entry in checkpoint.entries.values() if entry.dtype.is_floating_point]
     # One-byte floats only mean something together with their scales; nothing is computed in them.
     wide = [found for found in floating if found.itemsize > 1]
     return wide[0] if wide else torch.get_default_dtype()

@@ -11,6 +11,7 @@ import torch
 from ...devices import DeviceKey, as_key, computing_key
 from ...dispatch import LazyTensor
 from ...quantization import has_packed_stacks
+from .gguf import single_gguf
 from .keys import TransformersKeys
 from .package import transformers_module
 from .saving import SavePretrained
@@ -26,15 +27,17 @@ def finish(model: Any, path_or_id: str | os.PathLike[str], folder: Path, rules: 
     for module in model.modules():
         module._is_hf_initialized = True
     if model.can_generate():
-        model.generation_config = _generation_config(folder)
+        model.generation_config = _generation_config(folder, model)
     if getattr(model, "hf_device_map", None) is not None:
         model.hf_device_map = _map_for_libraries(model, model.hf_device_map)
     if has_packed_stacks(model) or any(isinstance(tensor, LazyTensor) for tensor in (*model.parameters(), *model.buffers())):
         model.save_pretrained = SavePretrained(model)
 
 
-def _generation_config(folder: Path) -> Any:
+def _generation_config(folder: Path, model: Any) -> Any:
     configuration = transformers_module().GenerationConfig
+    if single_gguf(folder) is not None:
+        return configuration.from_model_config(model.config)
     if (folder / "generation_config.json").is_file():
         return configuration.from_pretrained(folder)
     # Old checkpoints keep the settings of generation in the model's configuration.

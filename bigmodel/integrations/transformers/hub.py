@@ -33,7 +33,7 @@ def resolve(
     local_files_only: bool = False,
     trust_remote_code: bool = False,
 ) -> Path:
-    """The folder with the configuration and the weights of a model.
+    """The folder with the configuration and the weights of a model, or the GGUF file that has both.
 
     Of a model on the hub only `config.json`, `generation_config.json`, the weights in one format (and code, if it may run) are fetched, all
     of one commit, into huggingface_hub's cache. Endpoint, token, cache folder and offline mode are those of huggingface_hub's environment
@@ -45,6 +45,8 @@ def resolve(
     """
     path = Path(path_or_id)
     if path.is_dir():
+        return path
+    if path.suffix == ".gguf" and path.is_file():
         return path
     if path.exists():
         raise CheckpointError(f"{os.fspath(path)!r} is a file. Give the folder that holds it and its config.json.")

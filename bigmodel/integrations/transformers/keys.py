@@ -13,6 +13,7 @@ from torch import nn
 from ...errors import MatchError
 from ...loading import Entry, Source, Whole
 from ...protocols import TensorSpec
+from .gguf import gguf_sources, is_gguf
 from .package import transformers_module
 from .tracing import trace_conversion
 
@@ -55,11 +56,18 @@ class TransformersKeys:
         again for the same, it does not look again: tens of thousands of experts take seconds.
 
         Raises:
-            MatchError: the tensors that a conversion needs are there in part or in the wrong shapes.
+            MatchError: the tensors that a conversion needs are there in part or in the wrong shapes. For GGUF files see `gguf_sources`.
         """
         if self._asked is not None and self._asked == (entries, targets):
             return self.found, self._unexpected
         self._asked = None
+        if is_gguf(entries):
+            if self._key_mapping:
+                raise MatchError("key_mapping renames what transformers has saved. The names in GGUF files are llama.cpp's own.")
+            self.used_conversions = []
+            self.found, self._unexpected = gguf_sources(self._model, entries, targets)
+            self._asked = dict(entries), dict(targets)
+            return self.found, self._unexpected
         loading = transformers_module("core_model_loading")
         table = transformers_module("conversion_mapping").get_model_conversion_mapping(self._model, self._key_mapping)
         renamings = [transform for transform in table if isinstance(transform, loading.WeightRenaming)]

@@ -65,7 +65,8 @@ def from_pretrained(
     `save_pretrained` work on the result.
 
     Args:
-        path_or_id: a folder with `config.json` and weights, or the id of a model on the Hugging Face hub.
+        path_or_id: a folder with `config.json` and weights, a GGUF file (or a folder with one alone), or the id of a model on the
+            Hugging Face hub.
         device_map: a map of module names to devices, one device for all, or how to find a map (`"auto"`, `"balanced"`,
             `"balanced_low_0"`, `"sequential"`); None loads to CPU.
         max_memory: what each device may hold (`{0: "10GiB", "cpu": "30GiB"}`); measured where it is not given.
