@@ -24,6 +24,7 @@ from .accelerator_settings import (
     spreading_plugins,
 )
 from .accelerator_state import AcceleratorState
+from .accelerator_tracking import Tracker, TrackingMethods, chosen_trackers
 from .configuration import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
 from .data import prepare_data_loader, skip_first_batches
 from .enums import DynamoBackend, PrecisionType, RNGType
@@ -48,7 +49,7 @@ from .strategy import Strategy, strategy_for
 __all__ = ["Accelerator"]
 
 
-class Accelerator(ProcessMethods, SavingMethods, SettingsProperties):
+class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMethods):
     """Makes a training loop run on whatever there is: one process or many, in half precision or not, with gradients of several batches.
 
     Args:
@@ -63,6 +64,7 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties):
             `deepspeed_plugin` may be several by name. `deepspeed_plugins` is the same argument.
         rng_types: random generators that are made equal in all processes when a loop over a loader begins: `"torch"`, an
             accelerator's, or `"generator"`, the loader's own (the default).
+        log_with: experiment trackers, started by `init_trackers`.
         project_dir, project_config: where checkpoints and logs go.
         gradient_accumulation_plugin: instead of `gradient_accumulation_steps`, with more choices.
         step_scheduler_with_optimizer: prepared schedulers step where the optimizer does, once for each process; False: at every call.
@@ -91,6 +93,7 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties):
         fsdp_plugin: Any = None,
         megatron_lm_plugin: Any = None,
         rng_types: Sequence[str | RNGType] | None = None,
+        log_with: Tracker | Sequence[Tracker] | None = None,
         project_dir: str | PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
@@ -133,6 +136,8 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties):
         self.rng_types = [str(kind) for kind in (["generator"] if rng_types is None else rng_types)]
         self.step = 0
         self._trigger = None
+        self.log_with = chosen_trackers(log_with)
+        self.trackers = []
         self._models: list[nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
         self._schedulers: list[AcceleratedScheduler] = []

@@ -98,7 +98,11 @@ class GradientState:
     @property
     def active_dataloader(self) -> LoopedLoader | None:
         """The loader of the innermost loop; None outside of loops."""
-        return self.dataloader_references[-1]
+        for reference in reversed(self._loaders):
+            loader = reference()
+            if loader is not None:
+                return loader
+        return None
 
     @property
     def in_dataloader(self) -> bool:

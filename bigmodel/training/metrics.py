@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,17 @@ def gather_for_metrics(accelerator: Accelerator, input_data: Any, use_gather_obj
     if not accelerator.use_distributed:
         return input_data
     state = accelerator.gradient_state
-    last = state.end_of_dataloader
+    last, wanted = state.end_of_dataloader, state.remainder
+    if last and wanted < 0:
+        warnings.warn(
+            "The data loader cannot tell which samples of its last batch are repeated ones, so they are counted twice. "
+            "Prepare it with this Accelerator, or with even_batches=False.",
+            stacklevel=3,
+        )
     own: list[int | None] = []
     _walk(input_data, use_gather_object, lambda leaf: own.append(_samples(leaf)))
     # The end of a loop is the only place where processes may have different numbers of samples.
     lengths: list[list[int | None]] = gather_object([own]) if last else [own] * accelerator.num_processes
-    wanted = state.remainder if last else 0
     if len({len(of_rank) for of_rank in lengths}) > 1:
         # The collectives themselves say what differs.
         return gather(input_data)

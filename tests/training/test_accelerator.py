@@ -328,3 +328,83 @@ def test_dispatched_models_stay_where_they_are() -> None:
     accelerator.backward(outputs.sum())
     optimizer.step()
     torch.testing.assert_close(model[2].bias.detach(), network()[2].bias.detach() - 1)
+
+
+class Diary:
+    """A tracker of a user's own."""
+
+    name = "diary"
+    main_process_only = True
+
+    def __init__(self) -> None:
+        self.pages: list[Any] = []
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.pages
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.pages.append(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.pages.append((values, step, kwargs))
+
+    def finish(self) -> None:
+        self.pages.append("end")
+
+
+def test_trackers_are_told() -> None:
+    diary = Diary()
+    accelerator = Accelerator(cpu=True, log_with=diary)
+    accelerator.init_trackers("project", config={"rate": 0.1})
+    accelerator.log({"loss": 1.0}, step=3, log_kwargs={"diary": {"mood": "good"}, "other": {"x": 1}})
+    assert accelerator.get_tracker("diary") is diary
+    with pytest.raises(TrainingError, match="no tracker 'wandb'; started by init_trackers: 'diary'"):
+        accelerator.get_tracker("wandb")
+    pages = accelerator.get_tracker("diary", unwrap=True)
+    accelerator.end_training()
+    assert pages == [{"rate": 0.1}, ({"loss": 1.0}, 3, {"mood": "good"}), "end"]
+    with pytest.raises(TrainingError, match="Diary'>, which is no tracker"):
+        Accelerator(cpu=True, log_with=[Diary])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + self.linear(inputs).tanh()
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return self.head(inputs)
+
+
+def test_models_are_compiled_by_regions_in_half_precision(tmp_path: Path) -> None:
+    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", dynamo_plugin=plugin)
+    model = Blocks()
+    names = set(model.state_dict())
+    ready, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = ready(torch.ones(2, 4))
+    assert before.dtype == torch.float32
+    accelerator.backward(before.sum())
+    optimizer.step()
+    after = ready(torch.ones(2, 4))
+    assert not torch.equal(before, after)
+    assert set(accelerator.get_state_dict(ready)) == names
+    accelerator.save_state(tmp_path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    accelerator.load_state(tmp_path)
+    assert torch.equal(ready(torch.ones(2, 4)), after)
