@@ -47,7 +47,7 @@ class BnbQuantizationConfig:
     """Names of modules that are left as they are: whole names, or runs of a name's components. None: the output head and tied weights."""
     keep_in_fp32_modules: list[str] | None = None
     """Names of modules that are left as they are, in float32."""
-    pack_embeddings: bool = False
+    pack_embeddings: bool = field(default=False, kw_only=True)
     """Whether embedding tables are packed as well. A lookup unpacks its rows and no others. A table that is tied to another module (the
     output head) is refused by name."""
     target_dtype: torch.dtype | CustomDtype = field(init=False)
