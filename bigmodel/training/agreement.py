@@ -8,7 +8,7 @@ the data itself, which then needs no other trip. Where digests differ, the ranks
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -31,6 +31,10 @@ FRAME_BYTES = 2048
 
 INLINE_BYTES = FRAME_BYTES - HEADER_BYTES
 """Data of up to so many bytes travels within the frame."""
+
+# Of what many ranks say, a message has so many; and of what one says, so many characters.
+MOST_TOLD = 8
+WORDS_LENGTH = 200
 
 PACKAGE = str(Path(__file__).parents[1])
 
@@ -171,34 +175,46 @@ def _host_group() -> Any:
 def _raise(visit: Visit, group: Any) -> None:
     stories: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(stories, (visit.operation, visit.problem, visit.lines(), _caller()), group=group)
-    problems = [(rank, problem) for rank, (_, problem, _, _) in enumerate(stories) if problem is not None]
-    operations = [operation for operation, *_ in stories]
-    callers = "".join(f"\n  rank {rank}, {operation} at {caller}" for rank, (operation, _, _, caller) in enumerate(stories))
-    if problems:
-        what = "; ".join(f"rank {rank}: {problem}" for rank, problem in problems)
-        message = f"{operations[problems[0][0]]} cannot be done. {what}."
+    operations, problems, lines, callers = zip(*stories, strict=True)
+    broken = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None]
+    if broken:
+        first = next(operation for operation, problem in zip(operations, problems, strict=True) if problem is not None)
+        message = f"{first} cannot be done. {_some(broken)}."
     elif len(set(operations)) > 1:
-        what = ", ".join(f"rank {rank} {operation}" for rank, operation in enumerate(operations))
-        message = f"The ranks call different operations: {what}. Every rank must call the same one, in the same order."
+        message = f"The ranks call different operations: {_by_rank(operations)}. Every rank must call the same one, in the same order."
     else:
-        message = (
-            f"The ranks do not agree in {visit.operation}. {_difference([lines for _, _, lines, _ in stories])} {visit.advice}".rstrip()
-        )
-    raise DistributedOperationException(f"{message}\nCalled from:{callers}")
+        message = f"The ranks do not agree in {visit.operation}: {_difference(lines)} {visit.advice}".rstrip()
+    raise DistributedOperationException(f"{message}\nCalled from: {_by_rank(callers)}.")
 
 
-def _difference(lines: list[list[tuple[str, str]]]) -> str:
+def _difference(lines: Sequence[list[tuple[str, str]]]) -> str:
     for row in range(max(map(len, lines))):
-        here = [found[row] if row < len(found) else None for found in lines]
+        here = [_place(*found[row]) if row < len(found) else "nothing more" for found in lines]
         if len(set(here)) > 1:
-            told = [f"rank {rank} has {'nothing more' if line is None else _place(line)}" for rank, line in enumerate(here)]
-            return "; ".join(told) + "."
-    return "They differ in keys of a mapping that are neither strings nor numbers."
+            return f"{_by_rank(here)}."
+    return "keys of a mapping differ that are neither strings nor numbers."
 
 
-def _place(line: tuple[str, str]) -> str:
-    path, what = line
-    return f"{what} at {path}" if path else what
+def _place(path: str, what: str) -> str:
+    shown = what if len(what) <= WORDS_LENGTH else f"{what[:WORDS_LENGTH]}…"
+    return f"{shown} at {path}" if path else shown
+
+
+def _by_rank(values: Sequence[str]) -> str:
+    """`ranks 0, 2: this; rank 1: that`: each value once, with the ranks that have it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    told = []
+    for value, having in ranks.items():
+        shown = ", ".join(map(str, having[:MOST_TOLD])) + (", …" if len(having) > MOST_TOLD else "")
+        told.append(f"rank{'s' if len(having) > 1 else ''} {shown}: {value}")
+    return _some(told)
+
+
+def _some(told: Sequence[str]) -> str:
+    more = len(told) - MOST_TOLD
+    return "; ".join(told[:MOST_TOLD]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _caller() -> str:

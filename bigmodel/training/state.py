@@ -44,7 +44,7 @@ class PartialState:
         device: where this process computes.
         distributed_type: `DistributedType.NO`, or `MULTI_` and the kind of device.
         backend: of the process group, None without one.
-        debug: collectives check shapes first (`BIGMODEL_DEBUG_MODE=1`).
+        debug: `BIGMODEL_DEBUG_MODE=1`, for scripts that ask; collectives check shapes always.
 
     Raises:
         TrainingError: ranks in the environment that make no sense, or other arguments than the state was made with.

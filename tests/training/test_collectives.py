@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import simdev
 import torch
 import torch.distributed as dist
-from processes import RanksFailed
+from processes import Processes, RanksFailed
 
 from bigmodel.errors import BigModelError, TrainingError
+from bigmodel.training.agreement import _by_rank
 from bigmodel.training.state import PartialState
 from bigmodel.utils import (
     CannotPadNestedTensorWarning,
@@ -89,21 +91,21 @@ def test_ranks_that_do_not_fit_all_raise_one_error(processes, count) -> None:
     for messages in told:
         assert messages == told[0]
     expected = {
-        "uneven": "rank 0 has torch.float32 [1]; rank 1 has torch.float32 [2]",
-        "uneven and large": "rank 0 has torch.float32 [100000]; rank 1 has torch.float32 [100001]",
-        "large in one rank": f"rank {last} has torch.float32 [100000]",
-        "dtype": f"rank {last} has torch.float64 [2, 3] at ['logits'][1]",
-        "dimensions": f"rank {last} has torch.float32 [2, 3, 1]",
-        "one more tensor": f"rank {last} has list of 2 ([0], [1])",
-        "no tensor": f"rank {last} has NoneType at ['b']",
-        "keys": "rank 0 has dict of 2 (['a'], ['c'])",
-        "container": f"rank {last} has tuple of 2",
-        "operation": f"rank 0 gather, {'rank 1 gather, ' if count == 3 else ''}rank {last} broadcast(from_process=0)",
-        "objects": f"rank {last} gather_object",
-        "root": f"rank {last} broadcast(from_process=1)",
+        "uneven": "rank 0: torch.float32 [1]; rank 1: torch.float32 [2]",
+        "uneven and large": "rank 0: torch.float32 [100000]; rank 1: torch.float32 [100001]",
+        "large in one rank": f"rank {last}: torch.float32 [100000]",
+        "dtype": f"rank {last}: torch.float64 [2, 3] at ['logits'][1]",
+        "dimensions": f"rank {last}: torch.float32 [2, 3, 1]",
+        "one more tensor": f"rank {last}: list of 2 ([0], [1])",
+        "no tensor": f"rank {last}: NoneType at ['b']",
+        "keys": f"rank{'s 0, 1' if count == 3 else ' 0'}: dict of 2 (['a'], ['c'])",
+        "container": f"rank {last}: tuple of 2",
+        "operation": f"rank{'s 0, 1' if count == 3 else ' 0'}: gather; rank {last}: broadcast(from_process=0)",
+        "objects": f"rank {last}: gather_object",
+        "root": f"rank {last}: broadcast(from_process=1)",
         "no such rank": f"there is no process 9, only 0 to {last}",
-        "value": "rank 0 has 0 at ['n']; rank 1 has 1 at ['n']",
-        "reduction": f"rank {last} reduce(reduction='max', scale=1.0)",
+        "value": "rank 0: 0 at ['n']; rank 1: 1 at ['n']",
+        "reduction": f"rank {last}: reduce(reduction='max', scale=1.0)",
         "unknown reduction": "There is no reduction 'median'; choose one of mean, sum, none, max, min",
         "unknown in one rank": f"rank {last}: There is no reduction 'median'",
         "mean of integers": "the mean of torch.int64 is not torch.int64",
@@ -111,12 +113,12 @@ def test_ranks_that_do_not_fit_all_raise_one_error(processes, count) -> None:
         "scaled integers": "torch.int64 cannot be scaled by 0.5",
         "order of complex": "there is no max of torch.complex64",
         "no arithmetic": "torch cannot compute with torch.uint4",
-        "pad": f"rank {last} has tensor with 2 dimensions",
+        "pad": f"rank {last}: tensor with 2 dimensions",
         "meta": f"rank {last}: tensor 1 (torch.float32) is on meta",
         "sparse": f"rank {last}: tensor 0 (torch.float32) is not dense",
         "nested": "is not dense",
         "own code": f"rank {last}: the structure cannot be opened: OSError: no values today",
-        "list length": "rank 1 has list of 2",
+        "list length": "rank 1: list of 2",
         "pickle": f"rank {last}: list cannot be pickled",
         "two owners": f"there is one in ranks {list(range(count))}",
     }
@@ -124,8 +126,9 @@ def test_ranks_that_do_not_fit_all_raise_one_error(processes, count) -> None:
     for kind, text in expected.items():
         assert text in told[0][kind], (kind, told[0][kind])
     assert "pad_across_processes" in told[0]["uneven"]
-    for rank in range(count):
-        assert f"rank {rank}, gather at {__file__}:" in told[0]["uneven"]
+    line = message_of.__code__.co_firstlineno + 2
+    ranks = ", ".join(map(str, range(count)))
+    assert told[0]["uneven"].endswith(f"Called from: ranks {ranks}: {__file__}:{line} (message_of).")
 
 
 def gather_what_is_special() -> None:
@@ -254,6 +257,43 @@ def all_over_another_backend() -> None:
 
 def test_frames_of_another_backend_travel_in_a_group_of_gloo(processes) -> None:
     processes(2).run(all_over_another_backend)
+
+
+def collectives_on_devices() -> list[str]:
+    simulator = simdev.register()
+    simulator.set_up(2, ["64MiB", "64MiB"])
+    state = PartialState(cpu=True)
+    rank = state.process_index
+    state.device = torch.device(simdev.NAME, rank)
+    found = []
+    for size in (3, 300_000):
+        mine = torch.full((size,), rank + 1.0, device=state.device)
+        gathered = gather({"x": mine, "n": None})["x"]
+        assert torch.equal(gathered.cpu(), torch.tensor([1.0, 2.0]).repeat_interleave(size))
+        reduced = reduce([mine])[0]
+        assert torch.equal(reduced.cpu(), torch.full((size,), 1.5))
+        padded = pad_across_processes(mine[: size - rank], pad_index=7)
+        assert padded[-1].item() == (1.0, 7.0)[rank]
+        assert broadcast(mine, from_process=1) is mine
+        assert torch.equal(mine.cpu(), torch.full((size,), 2.0))
+        copied = copy_tensor_to_devices(mine if rank == 0 else None)
+        assert torch.equal(copied.cpu(), torch.full((size,), 2.0))
+        found += [str(tensor.device) for tensor in (gathered, reduced, padded, copied)]
+    return found
+
+
+def test_tensors_of_accelerators_come_back_to_them(accelerators) -> None:
+    accelerators(1)  # builds the simulator before the processes want it
+    processes = Processes(2)
+    try:
+        assert processes.run(collectives_on_devices) == [["sim:0"] * 8, ["sim:1"] * 8]
+    finally:
+        processes.close()  # torch knows the device in them for good
+
+
+def test_many_ranks_are_told_in_short() -> None:
+    assert _by_rank(["a"] * 500 + ["b"]) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, …: a; rank 500: b"
+    assert _by_rank([f"shape {rank}" for rank in range(20)]).endswith("rank 7: shape 7; and 12 more")
 
 
 def waits_for_ever() -> None:
