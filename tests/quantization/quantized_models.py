@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import gc
 from pathlib import Path
 
 import bitsandbytes
@@ -54,6 +56,14 @@ def saved_net(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
 def empty_net(dtype: torch.dtype = torch.float32) -> nn.Module:
     with torch.device("meta"):
         return Net().to(dtype).eval()
+
+
+def return_free_memory() -> None:
+    """Gives what this process has freed back to the system, so that what is taken from now on is seen as taken."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def with_bitsandbytes(net: nn.Module, config: BnbQuantizationConfig) -> nn.Module:
