@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ...dispatch import send_to_device
 from ...errors import TrainingError
 from ..state import PartialState
+from ..wire import as_bytes, wire_device
 from .rows import flatten, rebuild
 
 __all__ = ["Channel", "Note"]
@@ -76,8 +77,7 @@ class Channel:
         self.rank = state.process_index
         self.distributed = state.use_distributed
         self.device = device
-        # gloo carries bytes of the CPU.
-        self.wire = torch.device("cpu") if state.backend == "gloo" else state.device
+        self.wire = wire_device(state)
         self.non_blocking = non_blocking
 
     def send(self, pieces: Sequence[Any], note: Note) -> Any:
@@ -127,10 +127,9 @@ def _pack(piece: Any, tensors: list[list[tuple[_Bytes, torch.Tensor]]]) -> _Pack
     offset = 0
     for index, leaf in enumerate(leaves):
         if type(leaf) is torch.Tensor and leaf.layout == torch.strided and not leaf.is_quantized and not leaf.is_nested:
-            plain = leaf.detach().resolve_conj().resolve_neg().contiguous()
-            leaves[index] = _Bytes(offset, plain.nbytes, plain.dtype, plain.shape)
-            own.append((leaves[index], plain))
-            offset += -(-plain.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            leaves[index] = _Bytes(offset, leaf.nbytes, leaf.dtype, leaf.shape)
+            own.append((leaves[index], as_bytes(leaf)))
+            offset += -(-leaf.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     tensors.append(own)
     return _Packed(structure, leaves, offset)
 
@@ -139,7 +138,7 @@ def _buffer(tensors: list[tuple[_Bytes, torch.Tensor]], nbytes: int, device: tor
     buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
     for where, tensor in tensors:
         if where.nbytes:
-            buffer[where.offset_bytes : where.offset_bytes + where.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+            buffer[where.offset_bytes : where.offset_bytes + where.nbytes].copy_(tensor)
     return buffer
 
 
