@@ -37,6 +37,11 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
     Lists, tuples, mappings and dataclasses are opened, and rebuilt with their own types. `skip_keys` names mapping keys, at any depth,
     whose values stay.
     """
+    kind = type(tensor)
+    if kind is torch.Tensor:
+        return tensor if tensor.device == device else tensor.to(device, non_blocking=non_blocking)
+    if kind is dict and not skip_keys:  # most batches: every loop over a loader waits for this
+        return {key: send_to_device(value, device, non_blocking) for key, value in tensor.items()}
     if hasattr(tensor, "to"):
         try:
             return tensor.to(device, non_blocking=non_blocking)

@@ -77,38 +77,42 @@ def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.
 class CpuStates:
     """States of the default generators of `random`, numpy and torch on the CPU: as these give them, and plain only when asked."""
 
-    python: tuple[Any, ...]
-    numpy: dict[str, Any]
     torch: torch.Tensor
+    python: tuple[Any, ...] | None
+    """None, and so for numpy: not taken."""
+    numpy: dict[str, Any] | None
 
     @classmethod
-    def now(cls) -> CpuStates:
-        """The states at this moment."""
-        return cls(random.getstate(), numpy.random.get_state(legacy=False), torch.get_rng_state())
+    def now(cls, torch_alone: bool = False) -> CpuStates:
+        """The states at this moment; torch's takes a microsecond, the others fifty."""
+        if torch_alone:
+            return cls(torch.get_rng_state(), None, None)
+        return cls(torch.get_rng_state(), random.getstate(), numpy.random.get_state(legacy=False))
 
     def restore(self) -> None:
-        """The generators go on from these states."""
-        random.setstate(self.python)
-        numpy.random.set_state(self.numpy)
+        """The generators go on from these states, as far as they were taken."""
         torch.set_rng_state(self.torch)
+        if self.python is not None:
+            random.setstate(self.python)
+        if self.numpy is not None:
+            numpy.random.set_state(self.numpy)
 
     def plain(self) -> dict[str, Any]:
         """Numbers, words, None, lists and dictionaries only."""
-        version, words, next_gauss = self.python
-        return {
-            "python": {"version": version, "words": list(words), "next_gauss": next_gauss},
-            "numpy": _plain(self.numpy),
-            "torch": self.torch.tolist(),
-        }
+        python = None
+        if self.python is not None:
+            version, words, next_gauss = self.python
+            python = {"version": version, "words": list(words), "next_gauss": next_gauss}
+        return {"python": python, "numpy": _plain(self.numpy), "torch": self.torch.tolist()}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> CpuStates:
         """What `plain` gave."""
         python = plain["python"]
         return cls(
-            (python["version"], tuple(python["words"]), python["next_gauss"]),
-            plain["numpy"],
             torch.tensor(plain["torch"], dtype=torch.uint8),
+            None if python is None else (python["version"], tuple(python["words"]), python["next_gauss"]),
+            plain["numpy"],
         )
 
 

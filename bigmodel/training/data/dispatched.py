@@ -128,7 +128,7 @@ class DataLoaderDispatcher(PreparedLoader):
             if stateful is not None:
                 position.base = stateful.state_dict()
             if reads_here:
-                position.ahead = torch.get_rng_state()
+                position.ahead = torch.default_generator.get_state()
             coming = next(groups, END)
             yield step, coming is END
 

@@ -8,12 +8,20 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from ...errors import TrainingError
 from ..gradient_state import GradientState
 from .position import LAYOUT, Draws, Position, Resumption
-from .samplers import SeedableRandomSampler, SkipBatchSampler, sampler_below, set_sampler_below
+from .samplers import BatchSamplerShard, SeedableRandomSampler, SkipBatchSampler, sampler_below, set_sampler_below
 from .stateful import stateful_loader
 from .streams import IterableDatasetShard
 
@@ -38,6 +46,19 @@ KEPT = (
     "pin_memory_device",
     "in_order",
 )
+
+
+DRAW_FROM_TORCH = {
+    SequentialSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    BatchSampler,
+    SeedableRandomSampler,
+    BatchSamplerShard,
+    SkipBatchSampler,
+}
+"""Samplers that draw from no generator but torch's, if from any."""
 
 
 def loader_arguments(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -205,6 +226,11 @@ class PreparedLoader(DataLoader[Any]):
                 found.append(generator)
         return found
 
+    def _draws_from_torch_alone(self) -> bool:
+        """Whether the order of samples is drawn by what draws from torch's generators only."""
+        order = self._parts() if isinstance(self.dataset, IterableDataset) else [part for part in self._parts() if part is not self.dataset]
+        return all(type(part) in DRAW_FROM_TORCH for part in order)
+
     def _open(self) -> Iterator[Any]:
         """The batches of this process from where the epoch begins or goes on; `_position` is there."""
         position = self._position
@@ -213,7 +239,7 @@ class PreparedLoader(DataLoader[Any]):
         self.remainder = -1
         self.set_epoch(going_on.epoch if going_on else position.epoch)
         if going_on is None:
-            position.begin(position.epoch, Draws.now(self.own_generators()))
+            position.begin(position.epoch, Draws.now(self.own_generators(), self._draws_from_torch_alone()))
             position.batches = self.skip_batches
             return self._batches_from(self.skip_batches, None)
         position.begin(going_on.epoch, going_on.start)

@@ -26,9 +26,9 @@ class Draws:
     """Those of the loader's own generators, in `own_generators` order."""
 
     @classmethod
-    def now(cls, generators: Sequence[torch.Generator]) -> Draws:
-        """The states at this moment."""
-        return cls(CpuStates.now(), [generator.get_state() for generator in generators])
+    def now(cls, generators: Sequence[torch.Generator], torch_alone: bool = False) -> Draws:
+        """The states at this moment; of the default generators torch's alone, where nothing else is drawn from."""
+        return cls(CpuStates.now(torch_alone), [generator.get_state() for generator in generators])
 
     def restore(self, generators: Sequence[torch.Generator]) -> None:
         """Every generator goes on from these states."""

@@ -94,7 +94,7 @@ def prepare_data_loader(
             **arguments,
         )
     generator = None
-    if shares == 1:
+    if shares == 1 and torch_device_mesh is None:
         chosen = _chosen_by(dataloader, source, dataloader.batch_size)
     elif isinstance(dataset, IterableDataset):
         generator = getattr(dataset, "generator", None)

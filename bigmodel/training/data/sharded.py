@@ -53,8 +53,9 @@ class DataLoaderShard(PreparedLoader):
         iteration: int = 0,
         **kwargs: Any,
     ):
-        self._counts = isinstance(dataset, IterableDatasetShard)
-        if isinstance(dataset, IterableDatasetShard):
+        # In this process the shard itself can be asked, which costs nothing.
+        self._counts = isinstance(dataset, IterableDatasetShard) and kwargs.get("num_workers", 0) > 0
+        if self._counts:
             collate = kwargs.get("collate_fn") or (default_convert if kwargs.get("batch_size", 1) is None else default_collate)
             kwargs["collate_fn"] = CountingCollate(collate, dataset)
         super().__init__(
@@ -73,7 +74,13 @@ class DataLoaderShard(PreparedLoader):
     @property
     def total_batch_size(self) -> int | None:
         """Samples of all processes together at one step; None where batches have no size that is known."""
-        source: Any = self.dataset if self._counts else self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
+        source: Any = (
+            self.dataset
+            if isinstance(self.dataset, IterableDatasetShard)
+            else self.sampler
+            if isinstance(self.sampler, BatchSampler)
+            else self.batch_sampler
+        )
         size = getattr(source, "batch_size", self.batch_size)
         if size is None:
             return None
@@ -85,30 +92,31 @@ class DataLoaderShard(PreparedLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self._position.resumption is None:
             self._agree_on_order()
-        position = self._position
-        counts, device, non_blocking, reads_here = self._counts, self.device, self._non_blocking, self._reads_here()
+        position, stateful, device, non_blocking = self._position, self._stateful, self.device, self._non_blocking
+        counts, reads_here = self._counts, self._reads_here()
         shard = self._shard()
         repeats = {} if shard is None else shard.real_samples
-        stateful = self._stateful
         batches = self._open()
         GradientState()._add_dataloader(self)
         try:
+            step = position.batches
             coming: Any = next(batches, END)
             position.finished = coming is END
             while coming is not END:
-                batch, real = coming if counts else (coming, repeats.get(position.batches, 0))
+                batch, real = coming if counts else (coming, repeats.get(step, 0) if repeats else 0)
                 if device is not None:
                     batch = send_to_device(batch, device, non_blocking)
                 if stateful is not None:
                     position.base = stateful.state_dict()
                 if reads_here:
-                    position.ahead = torch.get_rng_state()
+                    position.ahead = torch.default_generator.get_state()
                 coming = next(batches, END)
-                position.batches += 1
+                step += 1
+                position.batches = step
                 if coming is END:
                     position.finished = True
                     self.end_of_dataloader = True
-                    self.remainder = real
+                    self.remainder = self.dataset.real_samples if isinstance(self.dataset, IterableDatasetShard) and not counts else real
                 elif real or self.remainder != -1:
                     self.remainder = real or -1
                 yield batch

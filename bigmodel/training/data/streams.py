@@ -7,7 +7,7 @@ from itertools import cycle, islice
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from ...errors import TrainingError
 from .rows import row_count
@@ -110,7 +110,8 @@ def _samples(batches: list[Any]) -> int:
 class CountingCollate:
     """A `collate_fn` that gives, with each batch of an `IterableDatasetShard`, the shard's `real_samples`.
 
-    The shard that knows may be a copy in a worker process; so the number travels with the batch.
+    The shard that knows may be a copy in a worker process, which gets shard and collate function together; so the number travels with
+    the batch.
     """
 
     def __init__(self, collate: Callable[[Any], Any], shard: IterableDatasetShard):
@@ -118,6 +119,4 @@ class CountingCollate:
         self.shard = shard
 
     def __call__(self, samples: Any) -> tuple[Any, int]:
-        worker = get_worker_info()
-        shard: Any = self.shard if worker is None else worker.dataset
-        return self.collate(samples), shard.real_samples
+        return self.collate(samples), self.shard.real_samples

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from processes import Processes, RanksFailed
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset
 
 from bigmodel.errors import TrainingError
@@ -185,6 +186,27 @@ def test_the_rest_of_an_epoch(processes: Callable[[int], Processes], kind: str) 
     for seen, rests, following in processes(2).run(resumed, kind):
         assert rests == [seen[stop:] for stop in range(1, len(seen) + 1)]
         assert len(following) == len(seen) == 4
+
+
+def on_a_mesh() -> list[Any]:
+    torch.manual_seed(PartialState().process_index)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tensor_parallel = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    return [
+        [batch.tolist() for batch in prepared(DataLoader(range(7), 2), torch_device_mesh=mesh)],
+        [batch.tolist() for batch in prepare_data_loader(DataLoader(range(12), 2, shuffle=True), torch_device_mesh=mesh)],
+        [batch.tolist() for batch in prepare_data_loader(DataLoader(range(6), 2, shuffle=True), torch_device_mesh=tensor_parallel)],
+        [batch.tolist() for batch in prepared(DataLoader(range(3), 2), torch_device_mesh=tensor_parallel)],
+    ]
+
+
+def test_processes_that_share_samples(processes: Callable[[int], Processes]) -> None:
+    sent, shuffled, of_all, sent_to_all = zip(*processes(4).run(on_a_mesh), strict=True)
+    assert sent == ([[0, 1], [4, 5]], [[0, 1], [4, 5]], [[2, 3], [6, 0]], [[2, 3], [6, 0]])
+    assert shuffled[0] == shuffled[1] != shuffled[2] == shuffled[3]
+    assert sorted(sample for rank in (0, 2) for batch in shuffled[rank] for sample in batch) == list(range(12))
+    assert of_all == (of_all[0],) * 4
+    assert sent_to_all == ([[0, 1], [2]],) * 4
 
 
 def one_process() -> list[Any]:

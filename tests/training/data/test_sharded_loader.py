@@ -108,9 +108,9 @@ def test_metrics_are_exact(size: int, each: int, ranks: int, splits: bool, drop_
     assert {loader.total_dataset_length for loader in prepared} == {size}
 
 
-@pytest.mark.parametrize("size", [16, 13, 3])
-def test_streams_read_by_workers_say_which_batches_repeat_samples(size: int) -> None:
-    loader = DataLoader(Stream(size), 2, num_workers=2)
+@pytest.mark.parametrize(("size", "start"), [(16, "fork"), (13, "forkserver"), (3, "fork")])
+def test_streams_read_by_workers_say_which_batches_repeat_samples(size: int, start: str) -> None:
+    loader = DataLoader(Stream(size), 2, num_workers=2, multiprocessing_context=start)
     seen = [looped(loader) for loader in ranks_of(loader, 2)]
     assert sorted(for_metrics(seen)) == list(range(size))
     assert len(seen[0]) == sum(-(-len(range(worker, size, 2)) // 4) for worker in range(2))
