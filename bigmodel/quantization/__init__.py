@@ -14,7 +14,17 @@ from .packed_linear import PackedLinear, packed_layer
 from .packed_stack import PackedStack, attach
 from .packed_weight import PackedWeight
 from .packer import WeightPacker
-from .replacement import Places, has_4bit_bnb_layers, has_packed_stacks, install, pack, packed_layers, replace_with_bnb_layers, run_by_index
+from .replacement import (
+    Places,
+    has_4bit_bnb_layers,
+    has_packed_stacks,
+    install,
+    pack,
+    packed_layers,
+    replace_with_bnb_layers,
+    run_by_index,
+    unknown_to_transformers,
+)
 from .report import LayerReport, QuantizationReport, note_bits, note_scheme, report
 from .selection import Selection, keep_list, select
 from .stacks import is_stack, stacks_of, why_left
@@ -63,6 +73,7 @@ __all__ = [
     "stacks_of",
     "stored_weights",
     "transformers_config",
+    "unknown_to_transformers",
     "weight_format",
     "why_left",
 ]

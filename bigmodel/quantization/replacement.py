@@ -12,15 +12,25 @@ from torch import nn
 
 from ..modules import owner_of
 from ..protocols import TensorSpec
-from .config import Scheme, scheme_of
+from ..text import names_text
+from .config import Scheme, scheme_of, transformers_config
 from .matrices import is_linear, is_transposed
-from .packed_embedding import packed_table
+from .packed_embedding import PackedEmbedding, packed_table
 from .packed_format import PackedFormat, chosen_by
 from .packed_linear import packed_layer
 from .packed_stack import PackedStack, attach
 from .packed_weight import PackedWeight
 
-__all__ = ["has_4bit_bnb_layers", "has_packed_stacks", "install", "pack", "packed_layers", "replace_with_bnb_layers", "run_by_index"]
+__all__ = [
+    "has_4bit_bnb_layers",
+    "has_packed_stacks",
+    "install",
+    "pack",
+    "packed_layers",
+    "replace_with_bnb_layers",
+    "run_by_index",
+    "unknown_to_transformers",
+]
 
 BY_INDEX: Final = (None, "eager", "batched_mm")
 """transformers' implementations of experts that take matrices by index. (Without a choice, it is the module's own forward, `eager`.)"""
@@ -141,6 +151,20 @@ def packed_layers(model: nn.Module) -> dict[str, PackedWeight]:
 def has_packed_stacks(model: nn.Module) -> bool:
     """Whether a stack of expert matrices of the model is packed."""
     return any(isinstance(module, PackedStack) for module in model.modules())
+
+
+def unknown_to_transformers(model: nn.Module) -> str:
+    """What transformers could not load of the model, if it were saved: kinds of packed weights, in words; empty where it could."""
+    layers = packed_layers(model)
+    kinds: dict[str, list[str]] = {}
+    for name, layer in layers.items():
+        if isinstance(layer, PackedStack):
+            kinds.setdefault("packed experts", []).append(name)
+        elif isinstance(layer, PackedEmbedding):
+            kinds.setdefault("packed embeddings", []).append(name)
+        elif transformers_config(Scheme(layer.packing), ()) is None:
+            kinds.setdefault(f"layers packed as {layer.packing.name}", []).append(name)
+    return "; ".join(f"{kind} ({names_text(names[:3])}{', …' if len(names) > 3 else ''})" for kind, names in kinds.items())
 
 
 def run_by_index(model: nn.Module) -> None:

@@ -200,7 +200,8 @@ def test_a_shared_layer_is_packed_once_and_stays_shared(tmp_path):
     assert torch.equal(output(model), output(reference))
 
 
-def test_gradients_reach_adapters_over_packed_layers_wherever_these_rest(tmp_path):
+@pytest.mark.parametrize("config", [NF4, BnbQuantizationConfig(**CONFIGS["int8"]), "fp8"], ids=["nf4", "int8", "fp8"])
+def test_gradients_reach_adapters_over_packed_layers_wherever_these_rest(tmp_path, config):
     saved_net(tmp_path)
 
     class Adapted(nn.Module):
@@ -215,7 +216,7 @@ def test_gradients_reach_adapters_over_packed_layers_wherever_these_rest(tmp_pat
 
     found = []
     for device_map in ({"": "cpu"}, {"": "cpu", "layers.0": "disk", "layers.1": "disk", "layers.2": "disk"}):
-        model = load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map=device_map, quantization=NF4)
+        model = load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map=device_map, quantization=config)
         model.requires_grad_(False)
         for block in model.layers:
             block.up = Adapted(block.up)
@@ -226,6 +227,18 @@ def test_gradients_reach_adapters_over_packed_layers_wherever_these_rest(tmp_pat
         assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
         found.append(gradients)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_training_packed_weights_is_refused(tmp_path, config):
+    saved_net(tmp_path)
+    model = load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map={"": "cpu"}, quantization=config)
+    assert not any(tensor.requires_grad for layer in packed_layers(model).values() for tensor in layer.parameters())
+    model.train()  # the rest of the model may be
+    scales = next(iter(packed_layers(model).values()))
+    next(tensor for tensor in scales.packed_tensors().values() if tensor.is_floating_point()).requires_grad = True
+    with pytest.raises(QuantizationError, match=r"Packed weights cannot be trained\. Attach adapters"):
+        model.train()
+    model.eval()
 
 
 def test_dispatched_packed_models_are_copied_and_taken_apart_again(tmp_path, config):

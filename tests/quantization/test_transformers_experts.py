@@ -141,6 +141,16 @@ def test_saved_models_load_again(folder, tmp_path, config, device_map):
     assert torch.equal(logits(again), logits(model))
 
 
+def test_saving_says_what_transformers_cannot_load(tmp_path, caplog):
+    folder = saved("Mixtral", tmp_path)
+    model = bigmodel.from_pretrained(folder, quantization=CONFIGS["int8"], device_map={"": "cpu"})
+    with pytest.raises(bigmodel.QuantizationError, match=r"save_original_format=True .* load packed experts \(model\.layers\.0\.mlp"):
+        model.save_pretrained(tmp_path / "saved", save_original_format=True)
+    assert not (tmp_path / "saved").exists()
+    model.save_pretrained(tmp_path / "saved")
+    assert "is for bigmodel.from_pretrained: transformers cannot load packed experts" in caplog.text
+
+
 def test_kept_packed_experts_are_read_again(tmp_path, config):
     folder = saved("Mixtral", tmp_path)
     first = bigmodel.from_pretrained(folder, quantization=config, device_map={"": "cpu"}, packed_cache=tmp_path / "kept")
@@ -149,6 +159,21 @@ def test_kept_packed_experts_are_read_again(tmp_path, config):
     again = bigmodel.from_pretrained(folder, quantization=config, device_map={"": "cpu"}, packed_cache=tmp_path / "kept")
     assert file.stat().st_mtime_ns == written
     assert torch.equal(logits(first), logits(again))
+
+
+def test_int8_experts_on_disk_generate_as_resident_ones_where_activations_stand_out(tmp_path):
+    folder = saved("Qwen3Moe", tmp_path)
+    config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.5)
+    arguments = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    found = []
+    for device_map in ({"": "cpu"}, {"": "cpu", "model.layers.0": "disk", "model.layers.2": "disk"}):
+        model = bigmodel.from_pretrained(folder, quantization=config, device_map=device_map)
+        found.append((logits(model), model.generate(TOKENS, **arguments)))
+    all_in_int8 = bigmodel.from_pretrained(
+        folder, quantization=transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), device_map={"": "cpu"}
+    )
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert not torch.equal(logits(all_in_int8), found[0][0])  # the threshold was reached
 
 
 def test_a_choice_that_takes_experts_by_index_stays(tmp_path):

@@ -10,7 +10,7 @@ import torch
 
 from ...devices import DeviceKey, as_key, computing_key
 from ...dispatch import LazyTensor
-from ...quantization import has_packed_stacks
+from ...quantization import unknown_to_transformers
 from .gguf import single_gguf
 from .keys import TransformersKeys
 from .package import transformers_module
@@ -30,7 +30,7 @@ def finish(model: Any, path_or_id: str | os.PathLike[str], folder: Path, rules: 
         model.generation_config = _generation_config(folder, model)
     if getattr(model, "hf_device_map", None) is not None:
         model.hf_device_map = _map_for_libraries(model, model.hf_device_map)
-    if has_packed_stacks(model) or any(isinstance(tensor, LazyTensor) for tensor in (*model.parameters(), *model.buffers())):
+    if unknown_to_transformers(model) or any(isinstance(tensor, LazyTensor) for tensor in (*model.parameters(), *model.buffers())):
         model.save_pretrained = SavePretrained(model)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
 import tempfile
 import weakref
@@ -15,13 +16,16 @@ import torch
 from torch import nn
 
 from ...dispatch import LazyTensor, values_of
+from ...errors import QuantizationError
 from ...loading import save_model
 from ...planning import convert_file_size_to_int
-from ...quantization import has_packed_stacks
+from ...quantization import has_packed_stacks, unknown_to_transformers
 from .package import transformers_module
 from .unconvert import Unconverted
 
 __all__ = ["SavePretrained"]
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_SHARD_SIZE = "50GB"
 """As in transformers."""
@@ -43,8 +47,19 @@ class SavePretrained:
     def __call__(
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, state_dict: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """See `transformers.PreTrainedModel.save_pretrained`. All files appear together when they are complete."""
+        """See `transformers.PreTrainedModel.save_pretrained`. All files appear together when they are complete.
+
+        Raises `QuantizationError` where `save_original_format=True` is asked for, and weights are packed in a way that only bigmodel loads.
+        """
         model = self._model()
+        unknown = unknown_to_transformers(model)
+        if unknown and kwargs.get("save_original_format"):
+            raise QuantizationError(
+                f"save_original_format=True asks for files that transformers loads, and it cannot load {unknown}. Leave it out for files "
+                "that bigmodel.from_pretrained loads, or load the model without packing these (skip_modules) and save it then."
+            )
+        if unknown:
+            logger.warning("What is saved to %s is for bigmodel.from_pretrained: transformers cannot load %s.", save_directory, unknown)
         if has_packed_stacks(model):  # of which a conversion could make nothing
             kwargs["save_original_format"] = False
         offloaded = any(isinstance(tensor, LazyTensor) for tensor in (*model.parameters(), *model.buffers()))
