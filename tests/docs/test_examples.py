@@ -6,9 +6,12 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from bigmodel.state import AcceleratorState
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -18,6 +21,13 @@ BLOCK = re.compile(r"^```(python|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 def blocks(page: Path) -> list[tuple[str, str, int]]:
     text = page.read_text()
     return [(match[1], match[2], text[: match.start()].count("\n") + 2) for match in BLOCK.finditer(text)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_process() -> Iterator[None]:
+    """What a page says about this process is forgotten after it."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)

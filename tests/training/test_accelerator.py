@@ -408,3 +408,41 @@ def test_models_are_compiled_by_regions_in_half_precision(tmp_path: Path) -> Non
             parameter.zero_()
     accelerator.load_state(tmp_path)
     assert torch.equal(ready(torch.ones(2, 4)), after)
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")  # the simulator's own
+def test_on_an_accelerator_everything_is_there(accelerators: Any, tmp_path: Path) -> None:
+    expected_losses, expected = plain_training(4)
+    device = accelerators(1, check_leaks=False)[0]
+    accelerator = Accelerator()
+    assert accelerator.device == device
+    model = network()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = LambdaLR(inner, lambda step: 1 / (1 + step))
+    optimizer, model, loader, scheduler = accelerator.prepare(inner, model, DataLoader(samples(), batch_size=4), schedule)
+    losses = []
+    for _ in range(2):
+        for inputs, targets in loader:
+            assert inputs.device == device
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1e6)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert {parameter.device for parameter in model.parameters()} == {device}
+    trained = weights(model)
+    accelerator.save_state(tmp_path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    accelerator.load_state(tmp_path, load_kwargs={"map_location": "on_device"})
+    for ours, loaded, theirs in zip(trained, weights(model), expected, strict=True):
+        assert torch.equal(ours, loaded)
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-5)
+    state = next(iter(optimizer.state.values()))
+    assert state["exp_avg"].device == device
+    stays = accelerator.prepare(network(), device_placement=[False])
+    assert next(stays.parameters()).device.type == "cpu"
