@@ -13,7 +13,7 @@ import torch
 from ..errors import CheckpointError, CheckpointNotFoundError
 from .location import CheckpointFile
 
-__all__ = ["Entry", "FileIdentity", "Packed", "Scaled", "Sharded", "contiguous_strides", "span_elements"]
+__all__ = ["Entry", "FileIdentity", "Packed", "Scaled", "Sharded", "Turned", "contiguous_strides", "span_elements"]
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -95,6 +95,13 @@ class Scaled:
 
 
 @dataclass(frozen=True, slots=True)
+class Turned:
+    """A tensor that lies in the file with its last two dimensions swapped."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor in a checkpoint."""
 
@@ -108,7 +115,7 @@ class Entry:
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None = None
     """Elements between neighbours in each dimension; None for a contiguous tensor."""
-    contents: Sharded | Packed | Scaled | None = None
+    contents: Sharded | Packed | Scaled | Turned | None = None
     """What the tensor is made of, where it is not one plain range: `offset` and `strides` mean nothing then."""
 
     @property

@@ -18,7 +18,7 @@ from .checkpoint import Checkpoint
 from .entry import FileIdentity
 from .keys import KeepsScales, KeyRules, SameNames, Source, Whole
 from .location import CheckpointFile
-from .scales import ScaledEntries, scaled_entries
+from .scales import ScaledEntries, packed_form, scaled_entries
 from .transfer import Computation, Transfer, lower
 
 __all__ = ["DtypeOf", "Match", "match"]
@@ -66,7 +66,10 @@ class Match:
         if self.missing:
             problems.append(self._missing_story())
         if self.misshapen:
-            lines = [f"{name}: {list(expected)} in the model, {list(found)} in the checkpoint" for name, expected, found in self.misshapen]
+            lines = [
+                f"{name}: {list(expected)} in the model, {list(found)} in the checkpoint{self._packed_story(name)}"
+                for name, expected, found in self.misshapen
+            ]
             problems.append(f"shapes differ: {_some(lines, '; ')}")
         if self.refused:
             problems.append(f"values would be lost: {_some([f'{name} ({why})' for name, why in self.refused], '; ')}")
@@ -88,11 +91,16 @@ class Match:
         free = self.unexpected or self.available
         lines = []
         for name in self.missing[:NAMES_SHOWN]:
-            nearest = difflib.get_close_matches(name, free, n=1)
-            lines.append(f"{name}" + (f" (nearest in the checkpoint: {nearest[0]})" if nearest else ""))
+            story = self._packed_story(name)
+            nearest = [] if story else difflib.get_close_matches(name, free, n=1)
+            lines.append(f"{name}{story}" + (f" (nearest in the checkpoint: {nearest[0]})" if nearest else ""))
         if len(self.missing) > NAMES_SHOWN:
             lines.append(f"and {len(self.missing) - NAMES_SHOWN} more")
         return f"nothing fills {len(self.missing)} tensors of the model: {', '.join(lines)}{_prefix_hint(self.missing, self.available)}"
+
+    def _packed_story(self, name: str) -> str:
+        packed = packed_form(name, self.available)
+        return "" if packed is None else f" ({packed} is packed in a way that bigmodel does not read: load the unquantized checkpoint)"
 
 
 def _some(items: Sequence[str], separator: str = ", ") -> str:

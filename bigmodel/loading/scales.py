@@ -1,4 +1,4 @@
-"""8-bit checkpoints in floating models: each weight times its scales, as it is read.
+"""8-bit (and MXFP4) checkpoints in floating models: each weight times its scales, as it is read.
 
 A weight `w` in 8-bit floats or integers stands beside `w_scale` (compressed-tensors, fbgemm, ModelOpt) or `w_scale_inv` (DeepSeek; in spite
 of its name it is multiplied with, too). A scale belongs to the whole tensor, to a row, or to a block of rows and columns.
@@ -15,8 +15,9 @@ import torch
 
 from ..protocols import TensorSpec
 from .entry import Entry, Scaled
+from .mxfp4 import BLOCKS_ENDING, SCALES_ENDING, joined_mxfp4
 
-__all__ = ["ScaledEntries", "scaled_entries"]
+__all__ = ["ScaledEntries", "packed_form", "scaled_entries"]
 
 SCALE_ENDINGS: Final = ("_scale_inv", "_scale")
 FURTHER_ENDINGS: Final = ("_zero_point", "_scale_2", "_global_scale", "_g_idx", "_shape")
@@ -51,6 +52,13 @@ def scaled_entries(entries: Mapping[str, Entry], targets: Mapping[str, TensorSpe
     joined = dict(entries)
     refused = {}
     for name, entry in entries.items():
+        if name.endswith(BLOCKS_ENDING) and name not in targets and name not in kept:
+            scales = entries.get(name.removesuffix(BLOCKS_ENDING) + SCALES_ENDING)
+            whole = None if scales is None else joined_mxfp4(entry, scales)
+            if scales is not None and whole is not None and whole.name not in entries:
+                joined[whole.name] = whole
+                del joined[name], joined[scales.name]
+                continue
         scale = next((entries[name + ending] for ending in SCALE_ENDINGS if name + ending in entries), None)
         if entry.dtype not in WEIGHT_DTYPES or entry.contents is not None or scale is None or scale.name in targets or scale.name in kept:
             continue
@@ -90,3 +98,16 @@ def _blocks(shape: tuple[int, ...], scale: Entry) -> tuple[int, ...] | None:
     if not found or (len(set(found)) > 1 and not scale.name.endswith("_scale_inv")):
         return None
     return found[0]
+
+
+def packed_form(name: str, available: Collection[str]) -> str | None:
+    """The entry that holds a tensor of the model packed in a way that cannot be unpacked here; None where there is none such.
+
+    Known by name: compressed-tensors (int4, NVFP4), MXFP4 that is not gpt-oss's, ModelOpt's NVFP4, GPTQ and AWQ.
+    """
+    if f"{name}_scale_2" in available:
+        return name
+    found = [f"{name}_packed", f"{name}{BLOCKS_ENDING}"]
+    if name.endswith("weight"):
+        found.append(f"{name.removesuffix('weight')}qweight")
+    return next((each for each in found if each in available), None)

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from ..errors import MatchError
-from .entry import Entry, Packed, Scaled, Sharded, contiguous_strides
+from .entry import Entry, Packed, Scaled, Sharded, Turned, contiguous_strides
 from .keys import Computed, Concatenate, Slice, Source, Stack, Transpose, Whole
 
 __all__ = ["Computation", "Piece", "Transfer", "lower"]
@@ -196,6 +196,11 @@ def _pieces(entry: Entry) -> Iterator[Piece]:
         yield from _unpacked(entry, entry.contents)
     elif isinstance(entry.contents, Scaled):
         yield from _scaled(entry, entry.contents)
+    elif isinstance(entry.contents, Turned):
+        order = [*range(len(entry.shape) - 2), len(entry.shape) - 1, len(entry.shape) - 2]
+        for piece in _pieces(entry.contents.entry):
+            start, shape, strides = (_permuted(each, order) for each in (piece.start, piece.shape, piece.source_strides))
+            yield replace(piece, start=start, shape=shape, source_strides=strides)
     else:
         yield Piece(entry, (0,) * len(entry.shape), entry.shape, 0, entry.element_strides)
 

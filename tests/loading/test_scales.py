@@ -172,3 +172,56 @@ def test_a_model_of_8_bit_values_gets_them_as_they_are(tmp_path: Path) -> None:
     floating.register_parameter("weight_scale", nn.Parameter(torch.empty(12, 1, device="meta")))
     found = match(floating, Checkpoint.open(tmp_path))
     assert [name for name, _ in found.refused] == ["weight"]
+
+
+def plain(name: str, shape: tuple[int, ...]) -> nn.Module:
+    model = nn.Module()
+    model.register_module("layer", nn.Module())
+    model.layer.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("state", "packed"),
+    [
+        (  # compressed-tensors, int4
+            {
+                "layer.weight_packed": torch.zeros(12, 8, dtype=torch.int32),
+                "layer.weight_scale": scales((12, 2)),
+                "layer.weight_shape": torch.tensor([12, 64]),
+            },
+            "layer.weight_packed",
+        ),
+        (  # compressed-tensors, NVFP4
+            {
+                "layer.weight_packed": torch.zeros(12, 32, dtype=torch.uint8),
+                "layer.weight_scale": quantized((12, 4)),
+                "layer.weight_global_scale": scales((1,)),
+            },
+            "layer.weight_packed",
+        ),
+        (  # ModelOpt, NVFP4
+            {
+                "layer.weight": torch.zeros(12, 32, dtype=torch.uint8),
+                "layer.weight_scale": quantized((12, 4)),
+                "layer.weight_scale_2": scales(()),
+            },
+            "layer.weight",
+        ),
+        (  # GPTQ
+            {"layer.qweight": torch.zeros(8, 12, dtype=torch.int32), "layer.scales": scales((1, 12)), "layer.qzeros": torch.zeros(1, 2)},
+            "layer.qweight",
+        ),
+        (  # a matrix, where gpt-oss has stacks of them
+            {
+                "layer.weight_blocks": torch.zeros(12, 2, 16, dtype=torch.uint8),
+                "layer.weight_scales": torch.zeros(12, 2, dtype=torch.uint8),
+            },
+            "layer.weight_blocks",
+        ),
+    ],
+)
+def test_weights_packed_in_other_ways_are_refused_by_name(tmp_path: Path, state: dict[str, torch.Tensor], packed: str) -> None:
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(MatchError, match=rf"layer\.weight.*\({packed} is packed in a way that bigmodel does not read"):
+        load(plain("weight", (12, 64)), Checkpoint.open(tmp_path))

@@ -97,10 +97,10 @@ def from_pretrained(
 
     Raises:
         MissingPackageError: transformers is not installed. CheckpointNotFoundError: no such folder, model or weights. CheckpointError: a
-        damaged file, a class that is unknown or does not fit, a checkpoint that was quantized in another way than by bitsandbytes or to
-        8-bit floats (which are loaded as the floats that they stand for). MatchError: weights are missing, do not have the model's shape,
-        or need scales; the message names them. PlanError: the device map or the budgets cannot work. QuantizationError: a config that is
-        none, or not that of a checkpoint that is packed.
+        damaged file, a class that is unknown or does not fit, a checkpoint that was quantized in another way than by bitsandbytes, to
+        8-bit floats or as gpt-oss is (the latter two are loaded as the floats that they stand for). MatchError: weights are missing, do
+        not have the model's shape, or need scales; the message names them. PlanError: the device map or the budgets cannot work.
+        QuantizationError: a config that is none, or not that of a checkpoint that is packed.
     """
     transformers_module()
     dtype = _one_dtype(dtype, torch_dtype)
@@ -172,7 +172,7 @@ def _one_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str |
 def _own_quantization(path_or_id: str | os.PathLike[str], config: Any) -> Any:
     """What the configuration says of a checkpoint that bitsandbytes packed; None where it is not packed. Raises for other libraries'.
 
-    From one of 8-bit floats (DeepSeek's) what it says is taken away.
+    From one of 8-bit floats (DeepSeek's) or 4-bit floats (gpt-oss's) what it says is taken away.
     """
     for part in [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]:
         for attribute in ("quantization_config", "compression_config"):
@@ -188,9 +188,12 @@ def _own_quantization(path_or_id: str | os.PathLike[str], config: Any) -> Any:
                 # The model is a floating one, and what loads it multiplies the weights with their scales.
                 delattr(config, attribute)
                 return None
+            if part is config and method == "mxfp4" and getattr(config, "model_type", None) == "gpt_oss":
+                delattr(config, attribute)  # likewise
+                return None
             raise CheckpointError(
                 f"{os.fspath(path_or_id)} is quantized (its {attribute} says {method}). Of quantized checkpoints of transformers, bigmodel "
-                "reads those of bitsandbytes and of 8-bit floats in blocks of 128: load the model's unquantized checkpoint."
+                "reads those of bitsandbytes, of 8-bit floats in blocks of 128, and gpt-oss's own: load the model's unquantized checkpoint."
             )
     return None
 
