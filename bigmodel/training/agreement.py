@@ -115,8 +115,8 @@ class Visit:
             shown = f"{data.dtype} {list(data.shape)}" if self.of_tensor is _dtype_and_shape and not data.is_nested else None
             found.append((path, shown or " ".join(map(str, self.of_tensor(data)))))
         elif inside is None:
-            leaf = self._leaf(data)
-            found.append((path, f"{type(data).__name__}" if not isinstance(leaf, _PLAIN) or leaf is None else repr(leaf)))
+            compared = self.compares_values and isinstance(data, _PLAIN) and data is not None
+            found.append((path, repr(data) if compared else type(data).__name__))
         else:
             found.append((path, f"{type(data).__name__} of {len(inside)} ({', '.join(keys(data))})"))
             for key, value in zip(keys(data), inside, strict=True):

@@ -80,7 +80,9 @@ def recursively_apply(
     Raises:
         StructureError: a `TypeError`, for another leaf under `error_on_other_type`.
     """
-    inside = None if test_type(data) and not isinstance(data, (tuple, list, Mapping)) else children(data)
+    if not isinstance(data, (tuple, list, Mapping)) and test_type(data):
+        return func(data, *args, **kwargs)
+    inside = children(data)
     if inside is not None:
         return rebuilt(
             data,
@@ -89,8 +91,6 @@ def recursively_apply(
                 for value in inside
             ],
         )
-    if test_type(data):
-        return func(data, *args, **kwargs)
     if error_on_other_type:
         raise StructureError(
             f"Unsupported types ({type(data)}) passed to `{_name(func)}`. Only nested list/tuple/dicts of objects that are valid for "
