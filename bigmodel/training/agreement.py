@@ -21,7 +21,7 @@ from ..errors import DistributedOperationException
 from ..structures import children, keys
 from .state import PartialState
 
-__all__ = ["INLINE_BYTES", "Frames", "Visit", "all_gather", "meet"]
+__all__ = ["INLINE_BYTES", "Frames", "Visit", "all_gather", "host_group", "meet"]
 
 DIGEST_BYTES = 16
 HEADER_BYTES = DIGEST_BYTES + 8  # and the size of the data, for ranks that do not know it
@@ -151,7 +151,7 @@ def meet(visit: Visit, data: torch.Tensor | None = None) -> Frames:
     if data is not None and 0 < size <= INLINE_BYTES:
         frame[HEADER_BYTES : HEADER_BYTES + size] = data.numpy().data
     frames = torch.empty(ranks, FRAME_BYTES, dtype=torch.uint8)
-    group = _host_group()
+    group = host_group()
     all_gather(frames.view(-1), torch.frombuffer(frame, dtype=torch.uint8), group=group)
     headers = [bytes(row) for row in frames[:, :HEADER_BYTES].numpy()]
     if visit.problem is not None or any(header[:DIGEST_BYTES] != digest for header in headers):
@@ -159,7 +159,7 @@ def meet(visit: Visit, data: torch.Tensor | None = None) -> Frames:
     return Frames([int.from_bytes(header[DIGEST_BYTES:], "little") for header in headers], frames[:, HEADER_BYTES:])
 
 
-def _host_group() -> Any:
+def host_group() -> Any:
     """The group that frames travel in: the default one where it takes tensors of the CPU, else one of gloo beside it.
 
     Frames are read on the host; on the device, reading them would wait for everything that was queued before.

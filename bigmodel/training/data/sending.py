@@ -1,7 +1,8 @@
-"""Batches on their way from the main process to the others: a header for all, and the bytes of its tensors for each."""
+"""Batches on their way from the main process to the others: a frame for all, then tensors that do not fit in it, to each its own."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +12,21 @@ import torch.distributed as dist
 
 from ...dispatch import send_to_device
 from ...errors import TrainingError
+from ..agreement import host_group
 from ..state import PartialState
 from ..wire import as_bytes, wire_device
 from .rows import flatten, rebuild
 
 __all__ = ["Channel", "Note"]
+
+FRAME_BYTES = 16 << 10
+"""Of the first message of each step; gloo takes as long for 16 KiB as for 16 bytes. What does not fit follows."""
+
+INLINE_BYTES = 8 << 10
+"""Batches of up to so many bytes, of all shares together, travel within the frame."""
+
+SIZE_BYTES = 8
+"""At the start of the frame: the size of what it tells."""
 
 ALIGNMENT_BYTES = 64
 """Where tensors begin among the bytes; a multiple of every element's size."""
@@ -58,8 +69,8 @@ class _Header:
     failure: str | None
     batches: list[_Packed]
     """By share."""
-    nbytes: int
-    """That every process receives."""
+    inline: list[bytes]
+    """The bytes of the tensors, by share; empty: they follow."""
 
 
 class Channel:
@@ -78,6 +89,7 @@ class Channel:
         self.distributed = state.use_distributed
         self.device = device
         self.wire = wire_device(state)
+        self.host = host_group() if self.distributed else None
         self.non_blocking = non_blocking
 
     def send(self, pieces: Sequence[Any], note: Note) -> Any:
@@ -85,9 +97,13 @@ class Channel:
         if self.distributed:
             tensors: list[list[tuple[_Bytes, torch.Tensor]]] = []
             batches = [_pack(piece, tensors) for piece in pieces]
-            nbytes = max(batch.nbytes for batch in batches)
-            dist.broadcast_object_list([_Header(note, None, batches, nbytes)], 0, device=self.wire)
-            if nbytes:
+            inline: list[bytes] = []
+            if sum(batch.nbytes for batch in batches) <= INLINE_BYTES:
+                host = torch.device("cpu")
+                inline = [_buffer(of_piece, batch.nbytes, host).numpy().tobytes() for of_piece, batch in zip(tensors, batches, strict=True)]
+            self._tell(_Header(note, None, batches, inline))
+            if not inline:
+                nbytes = max(batch.nbytes for batch in batches)
                 buffers = [_buffer(of_piece, nbytes, self.wire) for of_piece in tensors]
                 own = torch.empty(nbytes, dtype=torch.uint8, device=self.wire)
                 dist.scatter(own, [buffers[share] for share in self.share_of], 0)
@@ -97,7 +113,7 @@ class Channel:
         """From the main process: there is no step, or no other since reading failed."""
         if self.distributed:
             story = None if failure is None else f"{type(failure).__name__}: {failure}"
-            dist.broadcast_object_list([_Header(None, story, [], 0)], 0, device=self.wire)
+            self._tell(_Header(None, story, [], []))
 
     def receive(self) -> tuple[Any, Note] | None:
         """In the other processes: the batch of the next step; None: there is none.
@@ -105,19 +121,43 @@ class Channel:
         Raises:
             TrainingError: the main process could not read.
         """
-        box: list[Any] = [None]
-        dist.broadcast_object_list(box, 0, device=self.wire)
-        header: _Header = box[0]
+        header = self._told()
         if header.failure is not None:
             raise TrainingError(f"The main process could not read the next batch: {header.failure}")
         if header.note is None:
             return None
-        buffer = torch.empty(header.nbytes, dtype=torch.uint8, device=self.wire)
-        if header.nbytes:
+        share = self.share_of[self.rank]
+        batch = header.batches[share]
+        if header.inline:
+            buffer = torch.frombuffer(bytearray(header.inline[share] or b"\0"), dtype=torch.uint8)
+        else:
+            buffer = torch.empty(max(batch.nbytes for batch in header.batches), dtype=torch.uint8, device=self.wire)
             dist.scatter(buffer, None, 0)
-        batch = header.batches[self.share_of[self.rank]]
         leaves = [_tensor(leaf, buffer) if isinstance(leaf, _Bytes) else leaf for leaf in batch.leaves]
         return send_to_device(rebuild(batch.structure, leaves), self.device, self.non_blocking), header.note
+
+    def _tell(self, header: _Header) -> None:
+        told = pickle.dumps(header)
+        frame = bytearray(FRAME_BYTES)
+        room = FRAME_BYTES - SIZE_BYTES
+        frame[:SIZE_BYTES] = len(told).to_bytes(SIZE_BYTES, "little")
+        frame[SIZE_BYTES : SIZE_BYTES + min(len(told), room)] = told[:room]
+        dist.broadcast(torch.frombuffer(frame, dtype=torch.uint8), 0, group=self.host)
+        if len(told) > room:
+            dist.broadcast(torch.frombuffer(bytearray(told[room:]), dtype=torch.uint8), 0, group=self.host)
+
+    def _told(self) -> _Header:
+        frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+        dist.broadcast(frame, 0, group=self.host)
+        told = frame.numpy().tobytes()
+        size = int.from_bytes(told[:SIZE_BYTES], "little")
+        told = told[SIZE_BYTES : SIZE_BYTES + size]
+        if len(told) < size:
+            rest = torch.empty(size - len(told), dtype=torch.uint8)
+            dist.broadcast(rest, 0, group=self.host)
+            told += rest.numpy().tobytes()
+        header: _Header = pickle.loads(told)
+        return header
 
 
 def _pack(piece: Any, tensors: list[list[tuple[_Bytes, torch.Tensor]]]) -> _Packed:

@@ -124,20 +124,24 @@ def test_strings_and_uneven_lengths_are_sent_to_each_process(processes: Callable
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64, torch.complex64, torch.uint8]
 
 
-def of_every_dtype() -> list[Any]:
+def of_every_dtype(large: bool) -> list[Any]:
     state = PartialState()
     batch: dict[str, Any] = {str(dtype): (torch.arange(6).reshape(2, 3) % 2).to(dtype) for dtype in DTYPES}
     batch |= {"empty": torch.zeros(2, 0), "view": torch.arange(12).reshape(2, 6)[:, ::2], "conjugate": torch.tensor([1j, 2.0]).conj()}
+    if large:  # neither tensors nor words fit into the first message
+        batch |= {"many": torch.arange(40_000).reshape(2, -1), "words": ["long " * 5_000, "short"]}
     loader = prepared(DataLoader(Stream([batch, batch]), batch_size=None))
     (received,) = list(loader)
+    assert received.pop("words", None) == batch.pop("words", None)
     different = [
         name for name, tensor in batch.items() if received[name].dtype != tensor.dtype or received[name].tolist() != tensor.tolist()
     ]
     return [state.process_index, different, list(received) == list(batch)]
 
 
-def test_every_dtype_travels(processes: Callable[[int], Processes]) -> None:
-    assert processes(2).run(of_every_dtype) == [[0, [], True], [1, [], True]]
+@pytest.mark.parametrize("large", [False, True])
+def test_every_dtype_travels(processes: Callable[[int], Processes], large: bool) -> None:
+    assert processes(2).run(of_every_dtype, large) == [[0, [], True], [1, [], True]]
 
 
 def failing() -> list[int]:
