@@ -1,6 +1,6 @@
 """The simulated accelerator as fixtures: `accelerators` gives a test devices, `execution_device` runs it on CPU and on a device.
 
-See tests/simulator/README.md.
+See tests/simulator/README.md. `processes(n)` gives a test n processes in one group.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import gc
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import Processes
 from torch._subclasses.fake_tensor import FakeTensor
 
 sys.path.insert(0, str(Path(__file__).parent / "simulator"))
@@ -32,6 +34,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
 AcceleratorsFactory = Callable[..., list[torch.device]]
+
+PATIENCE_SECONDS = 20.0
+"""How long a thread may take to let go of its last tensor, on a machine that has much else to do."""
 
 _build_error: simdev.SimulatorBuildError | None = None
 _failed = pytest.StashKey[bool]()
@@ -105,14 +110,18 @@ def accelerators(request: pytest.FixtureRequest) -> Iterator[AcceleratorsFactory
 
 
 def _leaks(simulator: ModuleType) -> str | None:
-    """What is still allocated, or None. Threads that just let go of their last tensor have a second to do so."""
+    """What is still allocated, or None. Only threads can let go of tensors later: while there are any, they are given time to do so."""
     indices = range(simulator.device_count())
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    collected = False
     while leaks := {index: count for index in indices if (count := simulator.memory_allocated(index))}:
-        if time.monotonic() > deadline:
+        waiting = threading.active_count() > 1 and time.monotonic() < deadline
+        if collected and not waiting:
             return f"Bytes still allocated on devices after the test, by device index: {leaks}\n{_tensors_alive(simulator)}"
+        if collected:
+            time.sleep(0.01)
         gc.collect()  # 0.2 s with transformers loaded, so only where something is left
-        time.sleep(0.01)
+        collected = True
     return None
 
 
@@ -125,6 +134,21 @@ def _tensors_alive(simulator: ModuleType) -> str:
         for tensor in on_device[:8]
     ]
     return "\n".join([f"{len(on_device)} tensors on them are alive in Python:", *lines])
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Callable[[int], Processes]]:
+    """Gives `Processes` of a size: `processes(2).run(function, *args)` returns what each rank returns. All tests share them."""
+    sets: dict[int, Processes] = {}
+
+    def of_size(count: int) -> Processes:
+        if count not in sets:
+            sets[count] = Processes(count)
+        return sets[count]
+
+    yield of_size
+    for each in sets.values():
+        each.close()
 
 
 @pytest.fixture(params=["cpu", "sim:0"])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed
-import torch.multiprocessing
+from processes import Processes
 from safetensors.torch import save_file
 from torch import nn
 
@@ -18,20 +19,9 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
 
-def process(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    try:
-        load_all(rank, folder)
-        # A process that leaves takes its connections along, and gloo's threads in the other abort it.
-        torch.distributed.barrier()
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def load_all(rank: int, folder: str) -> None:
+def load_all(folder: str) -> None:
     # Rank 1 has no files.
-    checkpoint = f"{folder}/right.safetensors" if rank == 0 else f"{folder}/nowhere"
+    checkpoint = f"{folder}/right.safetensors" if torch.distributed.get_rank() == 0 else f"{folder}/nowhere"
     for model in (build(), _empty()):
         load_checkpoint_in_model(model, checkpoint, broadcast_from_rank0=True)
         assert all(torch.equal(value, torch.full_like(value, 2.0)) for value in model.state_dict().values())
@@ -48,9 +38,9 @@ def _empty() -> nn.Module:
         return build()
 
 
-def test_rank_0_reads_for_all(tmp_path: Path) -> None:
+def test_rank_0_reads_for_all(tmp_path: Path, processes: Callable[[int], Processes]) -> None:
     state = {name: torch.full_like(value, 2.0) for name, value in build().state_dict().items()}
     save_file(state, tmp_path / "right.safetensors")
     del state["1.bias"]
     save_file(state, tmp_path / "wrong.safetensors")
-    torch.multiprocessing.spawn(process, args=(str(tmp_path),), nprocs=2)
+    processes(2).run(load_all, str(tmp_path))

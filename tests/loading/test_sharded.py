@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed
-import torch.multiprocessing
+from processes import Processes
 from safetensors.torch import save_file
 from torch import nn
 
@@ -160,19 +160,14 @@ def failing(folder: str) -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def process(rank: int, count: int, folder: str, work: Callable[[str], None]) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
-    try:
-        work(folder)
-        torch.distributed.barrier()
-    finally:
-        torch.distributed.destroy_process_group()
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    save_file({name: value for name, value in filled().state_dict().items() if name != "head.weight"}, folder / "model.safetensors")
+    return folder
 
 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("work", [shared_reads, rank0_reads, fully_sharded, tensor_parallel, failing], ids=lambda work: work.__name__)
-def test_processes(work: Callable[[str], None], count: int, tmp_path: Path) -> None:
-    state = {name: value for name, value in filled().state_dict().items() if name != "head.weight"}
-    save_file(state, tmp_path / "model.safetensors")
-    torch.multiprocessing.spawn(process, args=(count, str(tmp_path), work), nprocs=count)
+def test_processes(work: Callable[[str], None], count: int, saved: Path, processes: Callable[[int], Processes]) -> None:
+    processes(count).run(work, str(saved), timeout=300)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigmodel.errors import MachineError
-from bigmodel.measuring import measure_machine
+from bigmodel.measuring import links, measure_machine, timing
 from bigmodel.measuring.disk import measure_disk
 from bigmodel.measuring.links import measure_between, measure_link
 from bigmodel.measuring.reference_block import HEAD_WIDTH, MODULES, ReferenceBlock, activation_width, inner_width
@@ -41,16 +45,42 @@ def test_accelerators_are_measured_with_their_links(quick: Path, accelerators):
     assert list(quick.iterdir()) == []  # the folder that it measured by default
 
 
-def test_a_link_of_a_known_rate_is_found(accelerators):
-    (device,) = accelerators(1, h2d_gbps=1.0)
-    from_host, from_pageable, _ = measure_link(device)
-    for rate in (from_host, from_pageable):
-        assert 0.2e9 < rate.per_second < 1.05e9  # a busy machine is slower, none is faster
+class Copied(TorchDispatchMode):
+    """Counts the bytes that are copied."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.nbytes += args[0].nbytes
+        return func(*args, **(kwargs or {}))
 
 
-def test_a_link_between_devices_of_a_known_rate_is_found(accelerators):
-    first, second = accelerators(2, d2d_gbps=1.0)
-    assert 0.2e9 < measure_between(first, second).per_second < 1.05e9
+def test_the_rate_of_a_link_is_what_its_latency_leaves(accelerators, monkeypatch):
+    """By a clock that the machine's load does not reach: a copy takes a millisecond, and a nanosecond a byte."""
+
+    def seconds(work: Any, device: torch.device) -> float:
+        with Copied() as copied:
+            work()
+        return 1e-3 + copied.nbytes / 1e9
+
+    monkeypatch.setattr(links, "median_seconds", seconds)
+    first, second = accelerators(2)
+    small = links.SMALL_BYTES / 1e9
+    for rate in (*measure_link(first), measure_between(first, second)):
+        assert rate.latency_seconds == pytest.approx(1e-3 + small)
+        nbytes = links.COPY_BYTES
+        assert rate.seconds(nbytes) == pytest.approx(1e-3 + nbytes / 1e9)
+
+
+def test_a_copy_takes_no_less_than_its_link_allows(accelerators):
+    first, second = accelerators(2, h2d_gbps=1.0, d2d_gbps=1.0)
+    nbytes = 8 << 20
+    here, there = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8, device=first)
+    elsewhere = torch.ones(nbytes, dtype=torch.uint8, device=second)
+    for target, source, device in [(there, here.pin_memory(), first), (there, here, first), (elsewhere, there, second)]:
+        # A busy machine is slower, none is faster.
+        assert median_seconds(lambda target=target, source=source: target.copy_(source, non_blocking=True), device) > 0.95 * nbytes / 1e9
 
 
 @pytest.mark.parametrize("queued", [False, True])
@@ -103,8 +133,10 @@ def test_the_reference_block_has_the_shape_and_the_modules_that_it_tells():
     assert activation_width(128) == 4 * 256 + 3 * (128 + 352)
 
 
-def test_the_median_is_of_single_runs():
+def test_the_median_is_of_single_runs(monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     calls: list[int] = []
-    seconds = median_seconds(lambda: calls.append(1), torch.device("cpu"), at_once=5)
-    assert 0 < seconds < 0.1
-    assert (len(calls) - 1) % 5 == 0
+    # Five runs between two looks at a clock that a second passes on each time.
+    assert median_seconds(lambda: calls.append(1), torch.device("cpu"), at_once=5) == 0.2
+    assert len(calls) == 1 + 3 * 5

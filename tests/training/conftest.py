@@ -1,12 +1,11 @@
-"""Every test here starts in a process that knows nothing of itself; `processes(n)`: n processes in one group, shared by all tests."""
+"""Every test here starts in a process that knows nothing of itself."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
-from processes import Processes
 
 from bigmodel.settings import PREFIXES
 from bigmodel.training.accelerator_state import AcceleratorState
@@ -33,18 +32,3 @@ def fresh_process() -> Iterator[None]:
     _reset()
     os.environ.clear()
     os.environ.update(before)
-
-
-@pytest.fixture(scope="session")
-def processes() -> Iterator[Callable[[int], Processes]]:
-    """Gives `Processes` of a size: `processes(2).run(function, *args)` returns what each rank returns."""
-    sets: dict[int, Processes] = {}
-
-    def of_size(count: int) -> Processes:
-        if count not in sets:
-            sets[count] = Processes(count)
-        return sets[count]
-
-    yield of_size
-    for processes in sets.values():
-        processes.close()
