@@ -40,7 +40,7 @@ def prepare_copy(accelerator: Accelerator, model: nn.Module, device_placement: b
     compute_in_precision(accelerator, model)
     if device_placement and not spread:
         model.to(accelerator.device)
-    if averaged:
+    if averaged and not isinstance(model, DistributedDataParallel):
         model = _averaged(accelerator, model)
     plugin = accelerator.state.dynamo_plugin
     return model if plugin is None else compile_model(model, plugin)
@@ -54,7 +54,8 @@ def compute_in_precision(accelerator: Accelerator, model: nn.Module) -> None:
     """Forwards of the model run under autocast and give their outputs in float32, where the accelerator's precision is a half one."""
     if not accelerator.native_amp:
         return
-    forward = model.forward
+    # A model that was prepared before, by an Accelerator of other settings, has its own forward there.
+    forward = model.__dict__.get("_original_forward", model.forward)
     autocast: Any = get_mixed_precision_context_manager(True, accelerator.autocast_handler)
     inner = getattr(forward, "__func__", None)
     if inner is None:  # a function that somebody has set on the instance
@@ -62,7 +63,7 @@ def compute_in_precision(accelerator: Accelerator, model: nn.Module) -> None:
     else:
         model.forward = MethodType(convert_outputs_to_fp32(autocast(inner)), model)
     # What `extract_model_from_parallel(keep_fp32_wrapper=False)` puts back.
-    model._original_forward = forward  # type: ignore[assignment]
+    model._original_forward = forward
 
 
 def _averaged(accelerator: Accelerator, model: nn.Module) -> DistributedDataParallel:

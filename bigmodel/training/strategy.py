@@ -100,6 +100,7 @@ class Strategy:
         """Processes that have run out of batches answer the collectives of those that have not."""
         from torch.distributed.algorithms.join import Join, Joinable
 
+        models = [model if isinstance(model, Joinable) else getattr(model, "_orig_mod", model) for model in models]
         strangers = [type(model).__name__ for model in models if not isinstance(model, Joinable)]
         if strangers:
             raise TrainingError(

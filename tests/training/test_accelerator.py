@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import bigmodel
 from bigmodel.errors import TrainingError
 from bigmodel.training.accelerator import Accelerator
+from bigmodel.training.accelerator_state import AcceleratorState
 from bigmodel.training.configuration import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -166,6 +167,20 @@ def test_models_compute_in_half_precision_and_answer_in_float32() -> None:
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
     assert accelerator.unwrap_model(ready, keep_fp32_wrapper=False)(inputs).dtype == torch.float32
     assert inner_dtypes[-1] == torch.float32
+
+
+def test_a_model_prepared_again_has_the_new_precision() -> None:
+    model = network()
+    own = model.forward
+    Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    dtypes = []
+    model[0].register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+    ready = accelerator.prepare(model)
+    ready(torch.ones(1, 4))
+    assert dtypes == [torch.float16]
+    assert accelerator.unwrap_model(ready, keep_fp32_wrapper=False).forward == own
 
 
 def test_optimizers_of_one_backward_share_one_scale() -> None:

@@ -239,8 +239,8 @@ def test_structures_keep_their_form_and_lose_what_is_repeated(processes: Sizes) 
         assert [box.tolist() for box in last["boxes"]] == [[4]]
 
 
-def uneven_training() -> tuple[int, int]:
-    accelerator = Accelerator(cpu=True)
+def uneven_training(backend: str) -> tuple[int, int]:
+    accelerator = Accelerator(cpu=True, dynamo_backend=backend)
     model, loader = accelerator.prepare(network(), DataLoader(samples(5), batch_size=1))
     steps = 0
     with accelerator.join_uneven_inputs([model], even_batches=False):
@@ -252,7 +252,8 @@ def uneven_training() -> tuple[int, int]:
 
 
 def test_processes_may_run_out_of_batches(processes: Sizes) -> None:
-    assert processes(2).run(uneven_training) == [(3, 3), (2, 3)]
+    assert processes(2).run(uneven_training, "no") == [(3, 3), (2, 3)]
+    assert processes(2).run(uneven_training, "eager") == [(3, 3), (2, 3)]
 
 
 def joined_without_gradients() -> None:

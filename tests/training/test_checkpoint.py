@@ -26,7 +26,7 @@ SAMPLES = 20
 
 
 class Noisy(Dataset[tuple[torch.Tensor, int]]):
-    """Samples that draw numbers when they are read (in worker processes, whose generators nobody can save, they draw none)."""
+    """Samples that draw numbers when they are read (not in worker processes, nor where torchdata reads)."""
 
     def __init__(self, noise: float):
         self.noise = noise
@@ -60,7 +60,7 @@ def fresh() -> None:
 class Job:
     """A loop with dropout, shuffling, accumulation, a schedule and a custom object."""
 
-    def __init__(self, *, workers: int = 0, seedable: bool = False, tied: bool = False, **arguments: Any):
+    def __init__(self, *, workers: int = 0, seedable: bool = False, stateful: bool = False, tied: bool = False, **arguments: Any):
         fresh()
         torch.manual_seed(0)
         random.seed(0)
@@ -68,14 +68,14 @@ class Job:
         self.accelerator = Accelerator(
             cpu=True,
             gradient_accumulation_steps=2,
-            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable),
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable, use_stateful_dataloader=stateful),
             **arguments,
         )
         model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.BatchNorm1d(4), nn.Linear(4, 4))
         if tied:
             model[3].weight = model[0].weight
         inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-        loader = DataLoader(Noisy(0.0 if workers else 0.01), batch_size=2, shuffle=True, num_workers=workers)
+        loader = DataLoader(Noisy(0.0 if workers or stateful else 0.01), batch_size=2, shuffle=True, num_workers=workers)
         self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
             model, inner, loader, LambdaLR(inner, lambda step: 1 / (1 + step))
         )
@@ -99,7 +99,9 @@ class Job:
         return indices.tolist(), loss.item()
 
 
-@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"seedable": True}, {"tied": True}, {"mixed_precision": "fp16"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"workers": 2}, {"seedable": True}, {"stateful": True}, {"tied": True}, {"mixed_precision": "fp16"}]
+)
 @pytest.mark.parametrize("stop", [4, 10, 14])
 def test_a_stopped_job_goes_on_to_the_bit(options: dict[str, Any], stop: int, tmp_path: Path) -> None:
     whole = list(Job(**options).steps(2))
