@@ -13,6 +13,7 @@ from torch import nn
 
 from .api import dispatch_model, load_and_dispatch
 from .devices import DeviceKey, accelerators, as_key
+from .dispatch import dispatched
 from .errors import MatchError, MissingPackageError, QuantizationError
 from .loading import Checkpoint, offload_weight, read_tensors, set_module_tensor_to_device
 from .placing import DeviceMap, find_placing
@@ -25,12 +26,18 @@ from .quantization import (
     note_scheme,
     pack,
     packed_layers,
-    replace_with_bnb_layers,
     report,
     scheme_of,
 )
+from .quantization import replace_with_bnb_layers as replace_layers
 
-__all__ = ["get_quantized_model_device_map", "load_and_quantize_model", "quantization_report", "quantize_and_offload_8bit"]
+__all__ = [
+    "get_quantized_model_device_map",
+    "load_and_quantize_model",
+    "quantization_report",
+    "quantize_and_offload_8bit",
+    "replace_with_bnb_layers",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +67,13 @@ def load_and_quantize_model(
         offload_folder: keeps the packed weights for the next load; without it, those that rest on disk are in a private temporary file.
         offload_state_dict: accepted for old scripts; memory stays flat without it.
 
-    Returns the same model, with `is_loaded_in_4bit` and `is_loaded_in_8bit` set. Raises `QuantizationError` for a config that is none,
-    `MatchError` (a RuntimeError) for a model on meta without a checkpoint, and the errors of `load_and_dispatch`.
+    Returns the same model, with `is_loaded_in_4bit` and `is_loaded_in_8bit` set. Raises `QuantizationError` for a config that is none, and
+    for a model that is packed or dispatched already; `MatchError` (a RuntimeError) for a model on meta without a checkpoint; and the errors
+    of `load_and_dispatch`.
     """
     scheme = scheme_of(bnb_quantization_config)
     _refuse_old_bitsandbytes(scheme)
+    _refuse_dispatched(model)
     first = next(model.parameters(), None)
     if first is None or first.device.type != "meta":
         return _quantize_loaded(model, scheme, device_map, max_memory, no_split_module_classes, offload_folder)
@@ -96,11 +105,17 @@ def _quantize_loaded(
     no_split_module_classes: str | Collection[str] | None,
     offload_folder: str | Path | None,
 ) -> nn.Module:
+    before = {layer.packing.name for layer in packed_layers(model).values()}
+    if before:
+        raise QuantizationError(
+            f"{type(model).__name__} is packed already ({', '.join(sorted(before))}): load it anew to pack it as {scheme.format.name}, or "
+            "call dispatch_model to place it."
+        )
     logger.warning(
         "It is not recommended to quantize a loaded model: all of it was in memory. Build it under `init_empty_weights` and give the "
         "checkpoint as `weights_location`."
     )
-    replace_with_bnb_layers(model, scheme)
+    replace_layers(model, scheme)
     note_scheme(model, scheme)
     packed = {id(tensor) for layer in packed_layers(model).values() for tensor in layer.packed_tensors().values()}
     for name, parameter in model.named_parameters():
@@ -180,6 +195,25 @@ def quantization_report(model: nn.Module, checkpoint: str | Path | None = None) 
         return read_tensors(opened, [name])[name]
 
     return report(model, original)
+
+
+def replace_with_bnb_layers(
+    model: nn.Module,
+    bnb_quantization_config: Any,
+    modules_to_not_convert: Collection[str] | None = None,
+    current_key_name: Collection[str] | None = None,
+) -> nn.Module:
+    """See `bigmodel.quantization.replace_with_bnb_layers`. Raises `QuantizationError` for a model that is dispatched, too."""
+    _refuse_dispatched(model)
+    return replace_layers(model, bnb_quantization_config, modules_to_not_convert, current_key_name)
+
+
+def _refuse_dispatched(model: nn.Module) -> None:
+    if dispatched(model) is not None:
+        raise QuantizationError(
+            f"{type(model).__name__} is dispatched, so weights of it may be elsewhere: load it with `quantization=`, or call "
+            "bigmodel.undispatch first."
+        )
 
 
 def _refuse_old_bitsandbytes(scheme: Scheme) -> None:

@@ -110,8 +110,9 @@ def quantized_load(
     if filled is not None:
         used = filled.scheme
         rule = _dtype_rule(used, dtype if dtype is not None else used.dtype, dtype_of, filled.packed)
+        unpacked_to = _dtype_rule(used, dtype if dtype is not None else used.dtype, dtype_of)
         for name, each in filled.unpacking.items():
-            each.original_dtype = rule(name, TensorSpec(each.shape, filled.dtypes[name]), each.original_dtype)
+            each.original_dtype = unpacked_to(name, TensorSpec(each.shape, filled.dtypes[name]), each.original_dtype)
         try:
             yield QuantizedLoad(rule, filled.rules, used)
         except BaseException:
@@ -122,6 +123,7 @@ def quantized_load(
     if scheme.dtype is not None and dtype is None:
         dtype = scheme.dtype
     chosen = chosen_by(scheme.format, model)
+    _tell_of_idle_names(model, scheme)
     rule = _dtype_rule(scheme, dtype, dtype_of)
     file = None if not packed_cache else _packed_file(checkpoint, scheme, dtype, packed_cache)
     yield QuantizedLoad(rule, rules, scheme, WeightPacker(scheme.format, chosen.packed, chosen.stacks, chosen.tables), file)
@@ -153,6 +155,15 @@ def _packed_file(checkpoint: Checkpoint, scheme: Scheme, dtype: torch.dtype | st
     ]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
     return folder / f"{scheme.format.name}-{key}.safetensors"
+
+
+def _tell_of_idle_names(model: nn.Module, scheme: Scheme) -> None:
+    """Warns of names that were to be left as they are, and name nothing."""
+    asked = dict.fromkeys((*(scheme.format.skip_modules or ()), *scheme.format.kept))
+    paths = [f".{name}." for name, _ in (*model.named_modules(remove_duplicate=False), *model.named_parameters(remove_duplicate=False))]
+    idle = [name for name in asked if not any(f".{name}." in path for path in paths)]
+    if idle:
+        logger.warning("%s has nothing of the names that were to be left unpacked: %s.", type(model).__name__, names_text(idle))
 
 
 def _tell_of_stacks(model: nn.Module) -> None:

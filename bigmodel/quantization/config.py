@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -62,12 +63,15 @@ class BnbQuantizationConfig:
             raise QuantizationError(f"load_in_4bit and load_in_8bit can't be {both}: choose one.")
         if isinstance(self.llm_int8_threshold, bool) or not isinstance(self.llm_int8_threshold, int | float):
             raise QuantizationError(f"llm_int8_threshold must be a float or an int; it is {self.llm_int8_threshold!r}.")
+        if not self.llm_int8_threshold >= 0:
+            raise QuantizationError(f"llm_int8_threshold must be 0 (none) or more; it is {self.llm_int8_threshold!r}.")
         if self.bnb_4bit_quant_type not in ("fp4", "nf4"):
             raise QuantizationError(f"bnb_4bit_quant_type must be 'fp4' or 'nf4'; it is {self.bnb_4bit_quant_type!r}.")
         self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
         for name in ("skip_modules", "keep_in_fp32_modules"):
-            if getattr(self, name) is not None and not isinstance(getattr(self, name), list):
-                raise QuantizationError(f"{name} must be a list of strings; it is {getattr(self, name)!r}.")
+            names = getattr(self, name)
+            if names is not None and not (isinstance(names, list) and all(isinstance(each, str) for each in names)):
+                raise QuantizationError(f"{name} must be a list of strings; it is {names!r}.")
         self.target_dtype = CustomDtype.INT4 if self.load_in_4bit else torch.int8
         if self.load_in_4bit and self.llm_int8_threshold != DEFAULT_THRESHOLD:
             warnings.warn("llm_int8_threshold has no effect with load_in_4bit: it belongs to 8 bits.", UserWarning, stacklevel=3)
@@ -80,6 +84,8 @@ def _dtype(name: str, value: object) -> torch.dtype:
     found = _DTYPES.get(value) if isinstance(value, str) else value
     if not isinstance(found, torch.dtype):
         raise QuantizationError(f"{name} must be one of {', '.join(map(repr, _DTYPES))} or a torch dtype; it is {value!r}.")
+    if name != "bnb_4bit_quant_storage" and not found.is_floating_point:
+        raise QuantizationError(f"{name} must be a floating dtype; it is {found}.")
     return found
 
 
@@ -108,7 +114,7 @@ def scheme_of(config: object) -> Scheme:
         return config
     if isinstance(config, str | PackedFormat):
         return Scheme(weight_format(config) if isinstance(config, str) else config)
-    given: Any = SimpleNamespace(**{**_DEFAULTS, **config}) if isinstance(config, Mapping) and "load_in_4bit" in config else config
+    given: Any = _from_mapping(config) if isinstance(config, Mapping) else config
     if not hasattr(given, "load_in_4bit") or not hasattr(given, "load_in_8bit"):
         raise QuantizationError(
             f"{type(config).__name__} is no config of bitsandbytes: give a BnbQuantizationConfig, transformers' BitsAndBytesConfig, or the "
@@ -116,7 +122,7 @@ def scheme_of(config: object) -> Scheme:
         )
     if getattr(given, "llm_int8_has_fp16_weight", False):
         raise QuantizationError("llm_int8_has_fp16_weight=True keeps the weights unpacked: load the model without quantization instead.")
-    ours = isinstance(config, BnbQuantizationConfig)
+    ours = isinstance(given, BnbQuantizationConfig)
     skipped = given.skip_modules if ours else given.llm_int8_skip_modules
     in_fp32 = tuple(getattr(given, "keep_in_fp32_modules", None) or ())
     checked = BnbQuantizationConfig(
@@ -140,6 +146,22 @@ def scheme_of(config: object) -> Scheme:
     return Scheme(found, checked.bnb_4bit_compute_dtype, float(given.llm_int8_threshold), given.torch_dtype if ours else None, in_fp32)
 
 
+def _from_mapping(config: Mapping[str, Any]) -> Any:
+    """A config from the names of either class: ours where one is among them that only ours has, else transformers'."""
+    if not {"load_in_4bit", "load_in_8bit"} & set(config):
+        return config
+    own = [each.name for each in fields(BnbQuantizationConfig) if each.init]
+    for key in config:
+        near = difflib.get_close_matches(key, [*own, *_DEFAULTS, *_FURTHER], 1, 0.8)
+        if near and key not in near:
+            raise QuantizationError(f"{key!r} is no name of a config; did you mean {near[0]!r}?")
+    if set(config) <= set(own) and not set(config) <= set(_DEFAULTS):
+        return BnbQuantizationConfig(**config)
+    return SimpleNamespace(**{**_DEFAULTS, **config})
+
+
+_FURTHER: Final = ("_load_in_4bit", "_load_in_8bit", "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight", "quant_method")
+"""What transformers' configs say besides."""
 _DEFAULTS: Final[Mapping[str, Any]] = {
     "load_in_8bit": False,
     "load_in_4bit": False,

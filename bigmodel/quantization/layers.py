@@ -8,6 +8,7 @@ bitsandbytes' names. Importing this imports bitsandbytes.
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,22 @@ from .packed_format import PackedFormat
 from .packed_linear import PackedLinear
 
 __all__ = ["Linear4bit", "Linear8bitLt"]
+
+
+class _Once(logging.Filter):
+    """Lets one kind of message through once: bitsandbytes says in each forward of each layer that it casts inputs to float16."""
+
+    said = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the message is written."""
+        if not str(record.msg).startswith("MatMul8bitLt: inputs will be cast"):
+            return True
+        first, self.said = not self.said, True
+        return first
+
+
+logging.getLogger(bitsandbytes.autograd._functions.__name__).addFilter(_Once())
 
 
 class LinkedState(QuantState):

@@ -30,6 +30,11 @@ from bigmodel.quantization import BnbQuantizationConfig, FourBit, Int8, scheme_o
         ({"load_in_8bit": True, "llm_int8_threshold": "6"}, "llm_int8_threshold"),
         ({"load_in_8bit": True, "skip_modules": "lm_head"}, "skip_modules must be a list"),
         ({"load_in_8bit": True, "keep_in_fp32_modules": ("norm",)}, "keep_in_fp32_modules must be a list"),
+        ({"load_in_8bit": True, "skip_modules": [1]}, "skip_modules must be a list of strings"),
+        ({"load_in_8bit": True, "llm_int8_threshold": -1}, "llm_int8_threshold must be 0"),
+        ({"load_in_8bit": True, "llm_int8_threshold": float("nan")}, "llm_int8_threshold must be 0"),
+        ({"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.int8}, "bnb_4bit_compute_dtype must be a floating dtype"),
+        ({"load_in_4bit": True, "torch_dtype": torch.int8}, "torch_dtype must be a floating dtype"),
     ],
 )
 def test_mistakes_are_value_errors_that_name_the_argument(arguments, message):
@@ -51,6 +56,18 @@ def test_defaults():
     assert (eight.torch_dtype, eight.target_dtype, eight.llm_int8_threshold) == (torch.float16, torch.int8, 6.0)
     four = BnbQuantizationConfig(load_in_4bit=True)
     assert (four.torch_dtype, four.target_dtype, four.bnb_4bit_quant_type) == (torch.float16, CustomDtype.INT4, "fp4")
+
+
+def test_configs_may_be_mappings_with_the_names_of_either_class():
+    assert scheme_of({"load_in_8bit": True}).format == Int8()
+    assert scheme_of({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "quant_method": "bitsandbytes"}).dtype is None
+    ours = scheme_of({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "skip_modules": ["head"], "pack_embeddings": True})
+    assert ours.format == FourBit("nf4", skip_modules=("head",), embeddings=True)
+    assert ours.dtype == torch.float16
+    with pytest.raises(QuantizationError, match="'bnb_4bit_quant_tpye' is no name of a config; did you mean 'bnb_4bit_quant_type'"):
+        scheme_of({"load_in_4bit": True, "bnb_4bit_quant_tpye": "nf4"})
+    with pytest.raises(QuantizationError, match="dict is no config"):
+        scheme_of({"bits": 4})
 
 
 def test_a_threshold_that_has_no_effect_is_told():

@@ -192,6 +192,10 @@ def test_packed_tables_are_saved_loaded_and_kept(tmp_path, config):
             loaded = load_checkpoint_and_dispatch(empty_net(), tmp_path / folder, device_map=device_map, quantization=config)
             assert sorted(packed_layers(loaded)) == sorted(packed_layers(model))
             assert torch.equal(output(loaded), output(model))
+    half = copy.copy(config)
+    half.torch_dtype = torch.float16
+    in_half = load_checkpoint_and_dispatch(empty_net(), tmp_path / "packed", device_map={"": "cpu"}, quantization=half)
+    assert in_half.embed(TOKENS).dtype == in_half.head.weight.dtype == torch.float16
     fresh = empty_net()
     fresh.embed = nn.Embedding(100, 32, device="meta")
     with pytest.raises(MatchError, match=r"embed\.weight"):

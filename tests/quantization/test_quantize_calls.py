@@ -149,3 +149,35 @@ def test_the_device_of_a_module_is_that_of_its_first_tensor_or_where_it_runs(tmp
     main = get_parameter_device(model)
     assert main.type != "cpu"
     assert get_parameter_device(model.layers) == main
+
+
+def test_a_model_that_is_packed_or_dispatched_already_is_refused(tmp_path):
+    net = saved_net(tmp_path)
+    packed = load_and_quantize_model(copy.deepcopy(net), FOUR, device_map={"": "cpu"})
+    before = packed.state_dict()
+    for config in (FOUR, BnbQuantizationConfig(load_in_8bit=True)):
+        with pytest.raises(QuantizationError, match=r"Net is packed already \(.*\): load it anew"):
+            load_and_quantize_model(packed, config, device_map={"": "cpu"})
+    assert packed.state_dict().keys() == before.keys()
+    away = bigmodel.load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map={"": "cpu", "layers.1": "disk"})
+    for call in (load_and_quantize_model, replace_with_bnb_layers):
+        with pytest.raises(QuantizationError, match=r"Net is dispatched.*undispatch"):
+            call(away, FOUR)
+    with torch.no_grad():
+        assert torch.equal(away(TOKENS), net(TOKENS))
+
+
+def test_names_that_are_left_and_name_nothing_are_told(tmp_path, caplog):
+    saved_net(tmp_path)
+    config = BnbQuantizationConfig(load_in_8bit=True, skip_modules=["head", "layers.1", "layer.2"], keep_in_fp32_modules=["norm", "nrom"])
+    load_and_quantize_model(empty_net(), config, weights_location=tmp_path, device_map={"": "cpu"})
+    assert "Net has nothing of the names that were to be left unpacked: layer.2, nrom." in caplog.text
+
+
+def test_a_cast_of_inputs_is_told_once(tmp_path, caplog):
+    saved_net(tmp_path)
+    config = BnbQuantizationConfig(load_in_8bit=True, torch_dtype="fp32")
+    model = load_and_quantize_model(empty_net(), config, weights_location=tmp_path, device_map={"": "cpu"})
+    for _ in range(3):
+        model(TOKENS)
+    assert caplog.text.count("inputs will be cast") <= 1
