@@ -147,7 +147,7 @@ class DataLoaderDispatcher(PreparedLoader):
         if start and not self._drop_last and not reads_a_stream:
             # The end may have to be filled with samples that nobody reads again; reading them draws what is drawn once more below.
             assert self._position.start is not None
-            self._sharing.remember(list(self._like_this(islice(self._indices, self._read_at_once))))
+            self._sharing.remember(list(self._iterated(self._like_this(islice(self._indices, self._read_at_once)))))
             self._position.start.restore(self.own_generators())
         return self._groups(super()._batches_from(start * self._read_at_once, going_on))
 

@@ -109,6 +109,7 @@ class PreparedLoader(DataLoader[Any]):
         self._drop_last = drop_last_of_all
         self._non_blocking = non_blocking
         self._position = Position(iteration)
+        self._workers_are_seeded = False
         self._stateful = stateful_loader(dataset, **arguments) if use_stateful_dataloader else None
         if self.batch_sampler is not None and not isinstance(dataset, IterableDataset):
             self.__dict__["sampler"] = get_sampler(self)  # torch leaves a sequential one here that nothing asks
@@ -131,6 +132,11 @@ class PreparedLoader(DataLoader[Any]):
     @iteration.setter
     def iteration(self, iteration: int) -> None:
         self._position.epoch = iteration
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples of all processes together at one step; None where batches have no size that is known."""
+        raise NotImplementedError
 
     @property
     def total_dataset_length(self) -> int:
@@ -162,8 +168,9 @@ class PreparedLoader(DataLoader[Any]):
             self._position.resumption = None
         self._position.epoch = epoch
         for part in self._parts():
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+            tell = getattr(part, "set_epoch", None)
+            if tell is not None:
+                tell(epoch)
 
     def _parts(self) -> list[Any]:
         """Whatever the samples and their order come from, each once: the dataset, and samplers all the way down."""
@@ -185,11 +192,15 @@ class PreparedLoader(DataLoader[Any]):
         gave.
         """
         sampler = self.get_sampler()
+        position = self._position
+        in_the_midst = position.resumption is None and position.batches and not position.finished
         return {
-            **self._position.state(),
+            **position.state(),
             "generators": [generator.get_state().tolist() for generator in self.own_generators()],
             "seed": sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
             "torchdata": self.use_stateful_dataloader,
+            "total_batch_size": self.total_batch_size,
+            "workers_are_seeded": position.workers_were_seeded if in_the_midst else self._workers_are_seeded,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -198,7 +209,8 @@ class PreparedLoader(DataLoader[Any]):
         Random order is drawn again as at the start of that epoch; the default random generators are left as they are found.
 
         Raises:
-            TrainingError: a state that is none, or of a later bigmodel, or of a loader that read or shuffled in another way.
+            TrainingError: a state that is none, or of a later bigmodel, or of a loader that read or shuffled in another way, or, in the
+                midst of an epoch, had other batches.
         """
         sampler = self.get_sampler()
         generators = self.own_generators()
@@ -211,10 +223,17 @@ class PreparedLoader(DataLoader[Any]):
         if here != there:
             words = "torchdata reads: {}, generators of its own: {}, a seedable sampler: {}"
             raise TrainingError(f"The state is of another loader ({words.format(*there)}) than this one ({words.format(*here)}).")
+        if state_dict["batches"] and state_dict["total_batch_size"] != self.total_batch_size:
+            raise TrainingError(
+                f"The state is of the midst of an epoch, after {state_dict['batches']} batches of {state_dict['total_batch_size']} samples "
+                f"of all processes together; this loader has {self.total_batch_size} at a step, and cannot tell which samples have been "
+                "seen. Go on with as many processes and the same batch size, or load a state from between two epochs."
+            )
         for generator, state in zip(generators, state_dict["generators"], strict=True):
             generator.set_state(torch.tensor(state, dtype=torch.uint8))
         if isinstance(sampler, SeedableRandomSampler):
             sampler.initial_seed = state_dict["seed"]
+        self._workers_are_seeded = state_dict["workers_are_seeded"]
         self._position.load(state_dict)
 
     def own_generators(self) -> list[torch.Generator]:
@@ -238,13 +257,17 @@ class PreparedLoader(DataLoader[Any]):
         self.end_of_dataloader = False
         self.remainder = -1
         self.set_epoch(going_on.epoch if going_on else position.epoch)
+        position.workers_were_seeded = self._workers_are_seeded
         if going_on is None:
             position.begin(position.epoch, Draws.now(self.own_generators(), self._draws_from_torch_alone()))
             position.batches = self.skip_batches
-            return self._batches_from(self.skip_batches, None)
-        position.begin(going_on.epoch, going_on.start)
-        position.batches = going_on.batches
-        return self._gone_on(going_on)
+            batches = self._batches_from(self.skip_batches, None)
+        else:
+            position.begin(going_on.epoch, going_on.start)
+            position.batches = going_on.batches
+            batches = self._gone_on(going_on)
+        self._workers_are_seeded = self.persistent_workers
+        return batches
 
     def _gone_on(self, going_on: Resumption) -> Iterator[Any]:
         outside = Draws.now([])
@@ -261,7 +284,7 @@ class PreparedLoader(DataLoader[Any]):
         if going_on is not None and going_on.base is not None:
             assert self._stateful is not None, "torchdata's state"
             self._stateful.load_state_dict(going_on.base)
-            return iter(self._stateful)
+            return self._whole()
         if not start:
             return self._whole()
         if self._stateful is not None or isinstance(self.dataset, IterableDataset):
@@ -270,7 +293,7 @@ class PreparedLoader(DataLoader[Any]):
             cursor = None
         else:
             cursor = _Cursor(SkipBatchSampler(self._indices, start))
-            batches = iter(self._like_this(cursor))
+            batches = self._iterated(self._like_this(cursor))
         if going_on is not None and going_on.ahead is not None:
             # What a dataset draws for a sample is drawn as it was, now that the order is known again.
             if cursor is not None:
@@ -290,7 +313,17 @@ class PreparedLoader(DataLoader[Any]):
 
     def _whole(self) -> Iterator[Any]:
         """The epoch from its start."""
-        return super().__iter__() if self._stateful is None else iter(self._stateful)
+        return self._iterated(self.base_dataloader)
+
+    def _iterated(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """torch's iterator over `loader`. For workers that persist a seed is drawn once, and none for others that stand in for them."""
+        generator = loader.generator
+        if self._workers_are_seeded:
+            loader.generator = torch.Generator()
+        try:
+            return DataLoader.__iter__(loader) if loader is self else iter(loader)
+        finally:
+            loader.generator = generator
 
     def _like_this(self, indices: Iterable[Any]) -> DataLoader[Any]:
         """torch's loader of the same samples, with other indices."""

@@ -76,6 +76,8 @@ class Position:
     """torch's CPU generator before the batch was read that comes next."""
     base: Any = None
     """What torchdata's loader said before it read the batch that comes next."""
+    workers_were_seeded: bool = False
+    """Worker processes that persist were there when the epoch began: no seed was drawn for them."""
     resumption: Resumption | None = None
     """Where the next iteration goes on, if it does."""
 

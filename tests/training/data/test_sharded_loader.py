@@ -409,6 +409,42 @@ def test_a_loop_broken_off_tells_where() -> None:
     assert sorted(flat([*seen, *lists(other)])) == list(range(10))
 
 
+def test_a_state_of_other_batches_is_refused_in_the_midst_of_an_epoch() -> None:
+    loader = ranks_of(DataLoader(range(24), 3), 2)[0]
+    for _ in loader:
+        state = loader.state_dict()
+        break
+    with pytest.raises(TrainingError, match="after 1 batches of 6 samples of all processes together; this loader has 12 at a step"):
+        ranks_of(DataLoader(range(24), 3), 4)[0].load_state_dict(state)
+    other = ranks_of(DataLoader(range(24), 2), 3)[0]  # more processes, as many samples at a step
+    other.load_state_dict(state)
+    assert lists(other) == [[6, 7], [12, 13], [18, 19]]
+    list(loader)
+    ranks_of(DataLoader(range(24), 3), 4)[0].load_state_dict(loader.state_dict())
+
+
+def test_workers_that_persist() -> None:
+    def made() -> Any:
+        return prepare_data_loader(DataLoader(range(20), 3, shuffle=True, num_workers=1, persistent_workers=True))
+
+    torch.manual_seed(0)
+    loader = made()
+    states, randoms, seen = [], [], []
+    for _ in range(3):
+        seen.append([])
+        for batch in loader:
+            seen[-1].append(batch.tolist())
+            states.append(loader.state_dict())
+            randoms.append(torch.get_rng_state())
+    assert [sorted(flat(epoch)) for epoch in seen] == [list(range(20))] * 3
+    for stop in (2, 6, 9):  # in the first epoch, at its end, in the second
+        resumed = made()
+        resumed.load_state_dict(states[stop])
+        torch.set_rng_state(randoms[stop])
+        epoch, batches = divmod(stop + 1, 7)
+        assert [lists(resumed) for _ in range(3 - epoch)] == [seen[epoch][batches:], *seen[epoch + 1 :]]
+
+
 def test_another_epoch_is_begun_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     loader = prepare_data_loader(DataLoader(range(10), 2))
     for _ in loader:
