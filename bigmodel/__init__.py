@@ -52,6 +52,7 @@ from .training.handlers import (
 )
 from .training.launchers import debug_launcher, notebook_launcher
 from .training.memory import find_executable_batch_size
+from .training.plugins.deepspeed import DeepSpeedPlugin
 from .training.random import synchronize_rng_states
 from .training.state import PartialState
 
@@ -66,6 +67,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
     "DispatchError",
     "DistributedDataParallelKwargs",
     "DistributedType",

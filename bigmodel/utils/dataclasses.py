@@ -21,12 +21,15 @@ from ..training.handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
+from ..training.plugins.deepspeed import DeepSpeedPlugin
+from ..training.plugins.megatron import MegatronLMPlugin
 
 __all__ = [
     "AutocastKwargs",
     "ComputeEnvironment",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
     "DynamoBackend",
@@ -35,6 +38,7 @@ __all__ = [
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "LoggerType",
+    "MegatronLMPlugin",
     "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",

@@ -5,6 +5,7 @@ Importing this needs no transformers; calling anything does (`MissingPackageErro
 
 from __future__ import annotations
 
+from .deepspeed import announce_deepspeed
 from .empty import build_empty, empty_model, is_config, load_config, resolve_dtype
 from .hub import config_folder
 from .keys import TransformersKeys
@@ -12,6 +13,7 @@ from .pretrained import from_pretrained
 
 __all__ = [
     "TransformersKeys",
+    "announce_deepspeed",
     "build_empty",
     "config_folder",
     "empty_model",

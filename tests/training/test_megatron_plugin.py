@@ -1,0 +1,80 @@
+"""What Megatron-LM is told: the plugin's fields under its names, and the environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from bigmodel import TrainingError
+from bigmodel.utils import MegatronLMPlugin
+
+
+def test_fields_become_arguments_of_megatron_lm() -> None:
+    plugin = MegatronLMPlugin(tp_degree=2, pp_degree=4, sequence_parallelism=True, gradient_clipping=0.5, num_micro_batches=8, lr_mult=2.0)
+    arguments = plugin.megatron_lm_default_args
+    assert arguments["tensor_model_parallel_size"] == 2
+    assert arguments["pipeline_model_parallel_size"] == 4
+    assert arguments["sequence_parallel"] is True
+    assert arguments["clip_grad"] == 0.5
+    assert arguments["num_micro_batches"] == 8
+    assert arguments["lr_mult"] == 2.0
+    assert arguments["context_parallel_size"] == 1
+    assert arguments["DDP_impl"] == "local"
+    assert MegatronLMPlugin().megatron_lm_default_args["DDP_impl"] == "torch"
+    assert {"tp_degree", "pp_degree", "gradient_clipping"}.isdisjoint(arguments)
+
+
+def test_the_environment_says_what_arguments_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, word in {
+        "TP_DEGREE": "2",
+        "PP_DEGREE": "2",
+        "GRADIENT_CLIPPING": "0.25",
+        "SEQUENCE_PARALLELISM": "true",
+        "RECOMPUTE_GRANULARITY": "selective",
+        "USE_ROTARY_POSITION_EMBEDDINGS": "false",
+        "DECODER_LAST_PIPELINE_NUM_LAYERS": "3",
+    }.items():
+        monkeypatch.setenv(f"MEGATRON_LM_{name}", word)
+    plugin = MegatronLMPlugin(pp_degree=1)
+    assert (plugin.tp_degree, plugin.pp_degree, plugin.gradient_clipping, plugin.sequence_parallelism) == (2, 1, 0.25, True)
+    assert (plugin.recompute_granularity, plugin.use_rotary_position_embeddings) == ("selective", False)
+    assert plugin.decoder_last_pipeline_num_layers == 3
+    monkeypatch.setenv("MEGATRON_LM_TP_DEGREE", "two")
+    with pytest.raises(TrainingError, match=r"MEGATRON_LM_TP_DEGREE is 'two', not a number"):
+        MegatronLMPlugin()
+
+
+def test_other_arguments_count_before_fields() -> None:
+    plugin = MegatronLMPlugin(gradient_clipping=1.0, other_megatron_args={"clip_grad": 0.1, "swiglu": True})
+    assert plugin.megatron_lm_default_args["clip_grad"] == 0.1
+    assert plugin.megatron_lm_default_args["swiglu"] is True
+
+
+def test_logging_is_switched_on_as_a_whole() -> None:
+    assert "log_params_norm" not in MegatronLMPlugin(tensorboard_dir="logs").megatron_lm_default_args
+    arguments = MegatronLMPlugin(tensorboard_dir="logs", set_all_logging_options=True).megatron_lm_default_args
+    assert arguments["tensorboard_dir"] == "logs"
+    assert arguments["log_params_norm"] is True
+
+
+@pytest.mark.parametrize(
+    ("precision", "found", "averaging"),
+    [("no", (False, False), "torch"), ("fp16", (True, False), "torch"), ("bf16", (False, True), "local")],
+)
+def test_the_precision_is_an_argument(precision: str, found: tuple[bool, bool], averaging: str) -> None:
+    plugin = MegatronLMPlugin()
+    plugin.set_mixed_precision(precision)
+    arguments = plugin.megatron_lm_default_args
+    assert (arguments.get("fp16", False), arguments.get("bf16", False)) == found
+    assert plugin.DDP_impl == arguments["DDP_impl"] == averaging
+
+
+def test_consumed_samples_are_those_of_three_data_sets() -> None:
+    assert MegatronLMPlugin(consumed_samples=[5]).consumed_samples == [5, 0, 0]
+    assert MegatronLMPlugin(consumed_samples=[5, 6, 7]).megatron_lm_default_args["consumed_samples"] == [5, 6, 7]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(TrainingError, match=r"tp_degree=0: at least 1"):
+        MegatronLMPlugin(tp_degree=0)
+    with pytest.raises(TrainingError, match=r"recompute_granularity='all'"):
+        MegatronLMPlugin(recompute_granularity="all")
