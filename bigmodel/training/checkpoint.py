@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from os import PathLike
 from pathlib import Path
@@ -32,7 +33,7 @@ def save_training_state(accelerator: Accelerator, output_dir: str | PathLike[str
     if output_dir is None and not named:
         raise TrainingError("save_state needs a folder: give one, or set ProjectConfiguration(automatic_checkpoint_naming=True).")
     with together("save_state"):
-        folder = next_checkpoint(project) if named else Path(str(output_dir)).expanduser().absolute()
+        folder = next_checkpoint(project) if named else _whole_path(str(output_dir))
     if not accelerator.sync_gradients:
         warnings.warn(
             f"The state is saved while gradients are accumulated (batch {accelerator.step} of {accelerator.gradient_accumulation_steps} "
@@ -61,6 +62,10 @@ def save_training_state(accelerator: Accelerator, output_dir: str | PathLike[str
                 delete_oldest(project)
     project.iteration += 1
     return str(folder)
+
+
+def _whole_path(folder: str | PathLike[str]) -> Path:
+    return Path(os.path.abspath(Path(folder).expanduser()))
 
 
 def _save_models(accelerator: Accelerator, folder: Path, safe_serialization: bool, kwargs: dict[str, Any]) -> None:
@@ -103,7 +108,7 @@ def load_training_state(
         raise TrainingError("load_state needs a folder: give one, or set ProjectConfiguration(automatic_checkpoint_naming=True).")
     map_location = _map_location(accelerator, load_kwargs)
     with together("load_state"):
-        folder = latest_checkpoint(project) if input_dir is None else Path(input_dir).expanduser().absolute()
+        folder = latest_checkpoint(project) if input_dir is None else _whole_path(input_dir)
         facts = read_manifest(folder)
     with together(f"Loading {folder}"):
         _load_models(accelerator, folder, kwargs)

@@ -21,6 +21,10 @@ __all__ = ["MANIFEST_NAME", "delete_oldest", "filled_together", "latest_checkpoi
 MANIFEST_NAME: Final = "training_state.json"
 """What the folder holds: sizes of all files in bytes, and the job's own numbers."""
 
+SAVING: Final = ".saving"
+REPLACED: Final = ".replaced"
+"""How the names of folders end that are there only while a state is saved."""
+
 NUMBERED: Final = re.compile(r"checkpoint_(\d+)")
 
 
@@ -48,17 +52,19 @@ def filled_together(folder: Path, writes: bool, facts: dict[str, Any]) -> Iterat
     """A temporary neighbour of `folder` for all processes to write in, which takes its place when the block has succeeded in all of them.
 
     A folder that is there already is replaced in one step: what an earlier save put there goes, other files stay. An error, in whichever
-    process, leaves everything as it was.
+    process, leaves everything as it was. A folder that cannot be moved is filled file by file in the end, and counts as damaged until then.
 
     Args:
         writes: whether this process makes and moves the folder; one for each file system.
         facts: of the job, for the manifest; all that can be written as JSON. Read when the block has ended.
     """
-    names = [uuid.uuid4().hex[:8]]
-    broadcast_object_list(names)
-    temporary = folder.parent / f".{folder.name}.{names[0]}.saving"
+    places = [str(_temporary_place(folder))]
+    broadcast_object_list(places)
+    temporary = Path(places[0])
     with together(f"Making {temporary}"):
         if writes:
+            if folder.exists() and not folder.is_dir():
+                raise CheckpointError(f"{folder}: it is a file, so nothing can be saved in it. Give the name of a folder.")
             _clear_up(folder)
             temporary.mkdir(parents=True)
     done = False
@@ -69,18 +75,28 @@ def filled_together(folder: Path, writes: bool, facts: dict[str, Any]) -> Iterat
             if writes:
                 files = {str(file.relative_to(temporary)): file.stat().st_size for file in sorted(temporary.rglob("*")) if file.is_file()}
                 (temporary / MANIFEST_NAME).write_text(json.dumps({**facts, "files": files}, indent=1) + "\n")
-                _replace(temporary, folder, names[0])
+                _replace(temporary, folder)
         done = True
     finally:
         if writes and not done:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _replace(temporary: Path, folder: Path, token: str) -> None:
+def _temporary_place(folder: Path) -> Path:
+    """Beside `folder`; inside, where it cannot be moved: it is mounted, somebody works in it, or nobody may write beside it."""
+    token = uuid.uuid4().hex[:8]
+    fixed = folder.is_dir() and (os.path.ismount(folder) or Path.cwd().is_relative_to(folder) or not os.access(folder.parent, os.W_OK))
+    return folder / f".{token}{SAVING}" if fixed else folder.parent / f".{folder.name}.{token}{SAVING}"
+
+
+def _replace(temporary: Path, folder: Path) -> None:
+    if temporary.parent == folder:
+        _replace_files(temporary, folder)
+        return
     if not folder.exists():
         os.rename(temporary, folder)
         return
-    old = folder.parent / f".{folder.name}.{token}.replaced"
+    old = temporary.with_suffix(REPLACED)
     os.rename(folder, old)
     try:
         os.rename(temporary, folder)
@@ -88,6 +104,25 @@ def _replace(temporary: Path, folder: Path, token: str) -> None:
         os.rename(old, folder)
         raise
     _discard(old, folder)
+
+
+def _replace_files(temporary: Path, folder: Path) -> None:
+    """File by file, with a manifest that says meanwhile that the folder is not complete."""
+    stale = {Path(name).parts[0] for name in _manifest_files(folder)} | {entry.name for entry in temporary.iterdir()}
+    (folder / MANIFEST_NAME).write_text('{"incomplete": "a save was interrupted"}\n')
+    for name in stale - {MANIFEST_NAME}:
+        _remove(folder / name)
+        if (temporary / name).exists():
+            os.rename(temporary / name, folder / name)
+    os.replace(temporary / MANIFEST_NAME, folder / MANIFEST_NAME)
+    temporary.rmdir()
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink(missing_ok=True)
 
 
 def _discard(old: Path, folder: Path) -> None:
@@ -101,12 +136,12 @@ def _discard(old: Path, folder: Path) -> None:
 
 def _clear_up(folder: Path) -> None:
     """Ends what a process that was killed while it saved `folder` has left."""
-    for left in folder.parent.glob(f".{folder.name}.*.replaced"):
+    for left in folder.parent.glob(f".{folder.name}.*{REPLACED}"):
         if folder.exists():
             _discard(left, folder)
         else:
             os.rename(left, folder)
-    for left in folder.parent.glob(f".{folder.name}.*.saving"):
+    for left in [*folder.parent.glob(f".{folder.name}.*{SAVING}"), *folder.glob(f".????????{SAVING}")]:
         shutil.rmtree(left, ignore_errors=True)
 
 
@@ -123,7 +158,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises `CheckpointNotFoundError` where there is no folder, and `CheckpointError` where a file is missing or of another size.
     """
     if not folder.is_dir():
-        left = next(folder.parent.glob(f".{folder.name}.*.replaced"), None)
+        left = next(folder.parent.glob(f".{folder.name}.*{REPLACED}"), None)
         hint = "" if left is None else f" A save was interrupted while it replaced it; the earlier state is in {left}."
         raise CheckpointNotFoundError(f"{folder}: there is no such folder.{hint}")
     file = folder / MANIFEST_NAME
@@ -181,6 +216,6 @@ def delete_oldest(project: ProjectConfiguration) -> None:
     found = _checkpoints(_numbered_folder(project))
     for _, folder in found[: max(len(found) - project.total_limit, 0)]:
         # Out of sight in one step, so that what is left of it after a crash is not taken for a checkpoint.
-        doomed = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.saving"
+        doomed = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}{SAVING}"
         os.rename(folder, doomed)
         shutil.rmtree(doomed, ignore_errors=True)

@@ -248,6 +248,39 @@ def test_saving_again_replaces_what_was_saved_and_nothing_else(tmp_path: Path) -
     assert [file.name for file in tmp_path.iterdir()] == ["state"]
 
 
+def test_the_folder_that_somebody_works_in_stays_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    inode = tmp_path.stat().st_ino
+    job = Job()
+    extra = job.accelerator.prepare(nn.Linear(1, 1))
+    job.accelerator.save_state(".")
+    job.accelerator._models.remove(extra)
+    job.counter.count = 7
+    job.accelerator.save_state(".")
+    assert tmp_path.stat().st_ino == inode
+    names = {file.name for file in tmp_path.iterdir()}
+    assert {"notes.txt", "model.safetensors", "training_state.json"} <= names
+    assert "model_1.safetensors" not in names
+    assert not any(name.startswith(".") for name in names)
+    job.counter.count = 0
+    job.accelerator.load_state(".")
+    assert job.counter.count == 7
+    real = checkpoint_folder.os.replace
+    monkeypatch.setattr(checkpoint_folder.os, "replace", lambda *args: real("nowhere", "nowhere"))
+    with pytest.raises(CheckpointError, match="nowhere"):
+        job.accelerator.save_state(".")
+    with pytest.raises(CheckpointError, match="damaged"):
+        job.accelerator.load_state(".")
+
+
+def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("a file")
+    with pytest.raises(CheckpointError, match="it is a file"):
+        Job().accelerator.save_state(tmp_path / "state")
+    assert (tmp_path / "state").read_text() == "a file"
+
+
 def test_a_process_killed_in_the_middle_leaves_a_whole_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job()
     job.accelerator.save_state(tmp_path / "state")
