@@ -23,7 +23,8 @@ class LoopedLoader(Protocol):
     end_of_dataloader: bool
     """Whether the batch handed out last was the last one."""
     remainder: int
-    """Samples of the last global batch that are not repeated ones; -1: not known."""
+    """Where the batch handed out repeats samples, how many of those of all processes together are none; 0: the last batch, and nothing is
+    repeated; -1: not the last batch, or not known."""
 
 
 class GradientState:
@@ -117,7 +118,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Samples of the innermost loop's last global batch that are not repeated ones; -1: not known, or outside of loops."""
+        """The innermost loop's `LoopedLoader.remainder`; -1 outside of loops."""
         active = self.active_dataloader
         return -1 if active is None else active.remainder
 
