@@ -13,7 +13,7 @@ from torch import nn
 
 from .api import dispatch_model, load_and_dispatch
 from .devices import DeviceKey, accelerators, as_key
-from .dispatch import dispatched
+from .dispatch import align_module_device, dispatched
 from .errors import MatchError, MissingPackageError, QuantizationError
 from .loading import Checkpoint, offload_weight, read_tensors, set_module_tensor_to_device
 from .placing import DeviceMap, find_placing
@@ -194,7 +194,7 @@ def quantization_report(model: nn.Module, checkpoint: str | Path | None = None) 
             raise MatchError(f"{opened.location} has no {name!r} to compare with: give the checkpoint that was packed.")
         return read_tensors(opened, [name])[name]
 
-    return report(model, original)
+    return report(model, original, align_module_device)
 
 
 def replace_with_bnb_layers(

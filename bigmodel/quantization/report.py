@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -100,15 +103,22 @@ def note_bits(model: nn.Module) -> None:
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = four, eight and not four  # type: ignore[assignment]
 
 
-def report(model: nn.Module, original: Callable[[str], torch.Tensor] | None = None) -> QuantizationReport:
+def report(
+    model: nn.Module,
+    original: Callable[[str], torch.Tensor] | None = None,
+    bringing: Callable[[nn.Module], AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> QuantizationReport:
     """The report of a model, packed or not; nothing that is offloaded is fetched, unless errors are asked for.
 
-    `original` gives the unpacked weight of a full name; with it, each packed weight is unpacked once and compared in float32.
+    `original` gives the unpacked weight of a full name; with it, each packed weight is unpacked once and compared in float32,
+    within `bringing(layer)`, which makes the layer's tensors real.
     """
-    return QuantizationReport(tuple(_layers(model, original)))
+    return QuantizationReport(tuple(_layers(model, original, bringing)))
 
 
-def _layers(model: nn.Module, original: Callable[[str], torch.Tensor] | None) -> Iterator[LayerReport]:
+def _layers(
+    model: nn.Module, original: Callable[[str], torch.Tensor] | None, bringing: Callable[[nn.Module], AbstractContextManager[Any]]
+) -> Iterator[LayerReport]:
     packed = packed_layers(model)
     scheme: Scheme | None = model.__dict__.get(_SCHEME)
     reasons = (select(model) if scheme is None else chosen_by(scheme.format, model)).left
@@ -129,7 +139,8 @@ def _layers(model: nn.Module, original: Callable[[str], torch.Tensor] | None) ->
         errors: tuple[float, float] | tuple[None, None] = (None, None)
         if original is not None:
             exact = original(layer.original_name(name))
-            errors = _errors(layer.unpacked(), exact.T if getattr(layer, "from_transposed", False) else exact)
+            with bringing(layer):
+                errors = _errors(layer.unpacked(), exact.T if getattr(layer, "from_transposed", False) else exact)
         yield LayerReport(name, layer.packing.name, "", nbytes, unpacked_bytes, *errors)
 
 

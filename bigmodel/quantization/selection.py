@@ -35,6 +35,7 @@ class Selection:
 
 
 _ASKED: Final = "it is the output head, tied, or was asked to be left"
+_IN_FULL: Final = "its model's class wants it in float32"
 
 
 class _Node(NamedTuple):
@@ -53,15 +54,16 @@ def select(
 
     `skip_modules` and `kept` name modules, with all below them: by full name, or by a run of components of it (`"q_proj"`, `"layers.1"`,
     which is not `layers.10`). With None the output head and tied weights are skipped (`keep_list`). Linear layers are `nn.Linear` and
-    transformers' `Conv1D`; subclasses with a forward of their own are left, and so is whatever torch's own modules compute with past the
-    layer's forward. A stack is packed if all code that reads it takes single matrices of it by index. `takes_table` tells of which shapes
-    embedding tables are packed; without it, none are asked for.
+    transformers' `Conv1D`. What a model's class wants in float32 (`_keep_in_fp32_modules`) is left, and so are subclasses with a forward of
+    their own, and whatever torch's own modules compute with past the layer's forward. A stack is packed if all code that reads it takes
+    single matrices of it by index. `takes_table` tells of which shapes embedding tables are packed; without it, none are asked for.
 
     Raises `QuantizationError` where embedding tables are asked for and one of them is tied to another module.
     """
     nodes = _nodes(model)
     tied = _tied(nodes)
-    names = {*(_keep_list(model, nodes, tied) if skip_modules is None else skip_modules), *kept}
+    in_full = _in_full(model, nodes)
+    names = {*(_keep_list(model, nodes, tied) if skip_modules is None else skip_modules), *kept, *in_full}
     last_parts = {name.rpartition(".")[2] for name in names}
     found = Selection()
     skipped: set[str] = set()
@@ -94,7 +96,7 @@ def select(
                 else:
                     found.left[name] = reason
             continue
-        reason = _ASKED if name in skipped else _why_left(module, parent, tied)
+        reason = _why_left(module, parent, tied) if name not in skipped else _IN_FULL if _is_named(name, in_full) else _ASKED
         if reason is None:
             found.packed[name] = module
         else:
@@ -115,6 +117,15 @@ def _nodes(model: nn.Module) -> list[_Node]:
     return nodes
 
 
+def _in_full(model: nn.Module, nodes: Iterable[_Node]) -> set[str]:
+    """Names that classes of transformers keep in float32: their code casts to the dtype of these weights, packed bytes it would be."""
+    classes = {type(model), *(type(module) for _, module, _ in nodes)}
+    found: set[str] = set()
+    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        found.update(*(getattr(each, attribute, None) or () for each in classes))
+    return found
+
+
 def _tied(nodes: Iterable[_Node]) -> set[int]:
     """Identities of the parameters that several modules hold; a module that stands in several places ties nothing."""
     owners: dict[int, int] = {}
@@ -133,6 +144,11 @@ def _ends_with(path: str, names: Collection[str]) -> bool:
             return True
         path = path.partition(".")[2]
     return False
+
+
+def _is_named(path: str, names: Collection[str]) -> bool:
+    """Whether one of the names is a run of components of the path."""
+    return any(f".{name}." in f".{path}." for name in names)
 
 
 def _why_left(module: nn.Module, parent: nn.Module, tied: Collection[int]) -> str | None:

@@ -7,7 +7,7 @@ import torch
 from quantized_models import empty_net, saved_net
 from torch import nn
 
-from bigmodel import MatchError, load_checkpoint_and_dispatch, quantization_report
+from bigmodel import MatchError, load_checkpoint_and_dispatch, placement, quantization_report
 from bigmodel.quantization import BnbQuantizationConfig, packed_layers
 
 NF4 = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", torch_dtype="fp32", skip_modules=["layers.1", "head"])
@@ -68,3 +68,16 @@ def test_stacked_experts_that_stay_unpacked_are_named():
     (row,) = quantization_report(nn.Sequential(Experts())).layers
     assert row.reason == "it is a stack of matrices that Experts computes with as a whole"
     assert row.nbytes == 4 * 4 * 64
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "fp8"])
+def test_measuring_weights_that_rest_on_disk_is_no_reading_past_their_modules(tmp_path, caplog, quantization):
+    saved_net(tmp_path)
+    device_map = {"": "cpu", "layers.1": "disk"}
+    away, resident = (
+        load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map=each, quantization=quantization)
+        for each in (device_map, {"": "cpu"})
+    )
+    assert quantization_report(away, tmp_path) == quantization_report(resident, tmp_path)
+    assert not placement(away).outside_reads
+    assert "outside the forward" not in caplog.text

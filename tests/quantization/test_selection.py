@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from bigmodel.quantization import keep_list, select
 
@@ -114,3 +124,15 @@ def test_subclasses_with_a_forward_of_their_own_are_left():
         "4.linear1": "TransformerEncoderLayer computes with its weight directly",
         "4.linear2": "TransformerEncoderLayer computes with its weight directly",
     }
+
+
+def test_what_a_class_of_transformers_wants_in_float32_is_left():
+    config = T5Config(vocab_size=64, d_model=32, d_ff=48, num_layers=2, num_heads=2, d_kv=16)
+    model = T5ForConditionalGeneration(config)
+    assert "wo" in type(model)._keep_in_fp32_modules
+    for skipped in (None, ["lm_head"]):
+        chosen = select(model, skipped)
+        assert not [name for name in chosen.packed if name.endswith("wo")]
+        assert "encoder.block.0.layer.1.DenseReluDense.wi" in chosen.packed
+        assert "its model's class wants it in float32" in chosen.left["encoder.block.0.layer.1.DenseReluDense.wo"]
+    assert not [name for name in select(nn.ModuleDict({"inner": model})).packed if name.endswith("wo")]

@@ -14,6 +14,8 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 from transformers.utils import is_accelerate_available
 
@@ -162,3 +164,23 @@ def test_transposed_layers_equal_those_of_transformers(gpt2, config):
     theirs = plain(AutoModelForCausalLM.from_pretrained(gpt2, quantization_config=config, device_map={"": "cpu"}))
     ours = bigmodel.from_pretrained(gpt2, quantization=config, device_map={"": "cpu"})
     assert torch.equal(logits(ours), logits(theirs))
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8", "fp8"])
+def test_an_encoder_decoder_whose_code_casts_to_the_dtypes_of_its_weights_generates(tmp_path, quantization):
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=128, d_model=64, d_ff=96, num_layers=2, num_heads=4, d_kv=16, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0
+    )
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    plain = bigmodel.from_pretrained(tmp_path / "t5", device_map={"": "cpu"})
+    model = bigmodel.from_pretrained(tmp_path / "t5", device_map={"": "cpu"}, quantization=quantization)
+    with torch.no_grad():
+        ours, exact = (each(input_ids=TOKENS, decoder_input_ids=TOKENS).logits for each in (model, plain))
+    assert torch.nn.functional.cosine_similarity(ours, exact, dim=-1).min() > 0.9
+    model.save_pretrained(tmp_path / "saved")
+    again = bigmodel.from_pretrained(
+        tmp_path / "saved", device_map={"": "cpu", "encoder.block.1": "disk"}, quantization="fp8" if quantization == "fp8" else None
+    )
+    arguments = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(again.generate(TOKENS, **arguments), model.generate(TOKENS, **arguments))
