@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,8 +51,11 @@ def gather_for_metrics(accelerator: Accelerator, input_data: Any, use_gather_obj
             values: Any = _gather_rows(leaf, each)
         else:
             values = gather_object(list(leaf) if isinstance(leaf, (list, tuple)) else [leaf])
-        # What is of different lengths was not filled up.
-        return values[:wanted] if wanted > 0 and None not in each and len(set(each)) == 1 else values
+        counts = [count for count in each if count is not None]
+        if wanted <= 0 or len(counts) < len(each):
+            return values
+        # Of batches of different lengths whole ones were repeated, in the last processes. Nothing else of different lengths was filled up.
+        return values[:wanted] if len(set(counts)) == 1 or wanted in accumulate(counts[:-1]) else values
 
     return _walk(input_data, use_gather_object, joined)
 

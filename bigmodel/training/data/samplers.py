@@ -65,8 +65,8 @@ class BatchSamplerShard(BatchSampler):
 
     With `even_batches`, all processes see the same number of batches: what lacks at the end is taken from the start of the data, over and
     over where there is too little of it. A last batch that is short is filled, and missing batches are made of what follows. Where the
-    sampler has no `batch_size`, whole batches from the start stand for the missing ones. Batches of other sizes than `batch_size` in the
-    midst of the data are handed out as they are; cut ones are filled with samples of the first batch.
+    sampler has no `batch_size`, or a batch beside the last one has another size, whole batches from the start stand for the missing
+    ones. Batches of other sizes in the midst of the data are handed out as they are; cut ones are filled with samples of the first batch.
 
     Without `even_batches`, every sample is seen exactly once, and processes may see more or fewer batches than others.
     A sampler with `drop_last` has the batches dropped that are too few to go round.
@@ -196,7 +196,7 @@ class BatchSamplerShard(BatchSampler):
     def _filled(self, turn: list[Any], first: list[Any]) -> list[Any]:
         """A batch for each process: those of `turn`, the last one filled, then others made of the data's start."""
         missing = self.num_processes - len(turn)
-        if self.batch_size is None:
+        if self.batch_size is None or any(len(batch) != self.batch_size for batch in turn[:-1]):
             return [*turn, *islice(cycle(first), missing)]
         if not any(map(len, first)):
             return [*turn, *([[]] * missing)]

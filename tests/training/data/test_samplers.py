@@ -96,7 +96,8 @@ def test_batches_of_varying_sizes_take_turns(sizes: list[int], ranks: int, evens
     assert [len(own) for own in seen] == [steps] * ranks
     handed_out = [own[step] for step in range(steps) for own in seen]
     filled = list(batches)
-    if stated is not None and batches:
+    last_turn = batches[ranks * (steps - 1) :]
+    if stated is not None and batches and all(len(batch) == stated for batch in last_turn[:-1]):
         start = cycle(sample for batch in batches[: ranks if rounds else left] for sample in batch)
         filled[-1] = [*batches[-1], *islice(start, max(stated - len(batches[-1]), 0))]
         filled += [list(islice(start, stated)) for _ in range(steps * ranks - len(batches))]
