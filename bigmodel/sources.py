@@ -13,7 +13,7 @@ from torch import nn
 
 from .errors import BigModelError, CheckpointError, CheckpointNotFoundError, PlanError
 from .header_dump import read_dump, specs_in
-from .integrations.transformers import build_empty, config_folder, is_config, load_config, resolve_dtype
+from .integrations.transformers import build_empty, config_folder, is_config, load_config, resolve_dtype, single_gguf
 from .loading import Checkpoint
 from .loading.location import HubRepository, RemoteFile, located
 from .planning import skeleton
@@ -90,7 +90,7 @@ def _of_place(place: Path | RemoteFile | HubRepository, wanted: Wanted) -> Tree:
         return _of_dump(read_dump(place), str(place))
     folder = _config_folder(place, wanted)
     if folder is None:
-        return _of_headers(place, None)
+        return _of_gguf(place, wanted) if isinstance(place, Path) and single_gguf(place) else _of_headers(place, None)
     config = _read_config(folder / "config.json")
     try:
         return _of_config(place, folder, config, wanted)
@@ -100,6 +100,15 @@ def _of_place(place: Path | RemoteFile | HubRepository, wanted: Wanted) -> Tree:
         except CheckpointNotFoundError:  # there is nothing but the configuration
             cause = reason.__cause__
             raise (cause if isinstance(cause, BigModelError) else PlanError(f"{place}: {reason}")) from None
+
+
+def _of_gguf(place: Path, wanted: Wanted) -> Tree:
+    """The model that a GGUF file's own configuration describes, or what its headers say where transformers does not know such models."""
+    try:
+        return _built(load_config(place), wanted, place)
+    # Code of transformers that reads another kind of file than it was made for fails in its own words.
+    except Exception as error:
+        return _of_headers(place, None, f"Its own configuration was of no use ({' '.join(str(error).split())[:200]}).")
 
 
 def _is_dump(file: Path) -> bool:

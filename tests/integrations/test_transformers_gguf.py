@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from bigmodel.errors import CheckpointError, MatchError
 from bigmodel.integrations.transformers import TransformersKeys, empty_model
 from bigmodel.integrations.transformers import gguf as module
 from bigmodel.loading import Checkpoint
+from bigmodel.sources import Wanted, find_tree
 
 WIDTH, VOCABULARY, LAYERS = 64, 96, 2
 
@@ -153,6 +157,26 @@ def test_what_is_saved_is_a_checkpoint_of_transformers(written: tuple[Path, Any]
     again = type(expected).from_pretrained(tmp_path / "saved")
     for name, value in expected.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
+
+
+def test_plans_and_checks_know_the_model_in_the_file(written: tuple[Path, Any]) -> None:
+    file, expected = written
+    tree = find_tree(file, Wanted())
+    assert tree.is_built
+    assert type(tree.model) is type(expected)
+    done = subprocess.run(
+        [sys.executable, "-m", "bigmodel", "load", str(file), "--check", "--json"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["fits"]
+
+
+def test_of_files_that_transformers_does_not_know_the_headers_are_planned(tmp_path: Path) -> None:
+    file = write(tmp_path / "model.gguf", Architecture("grok", ""), {"output.weight": values("o", (2, 2))})
+    tree = find_tree(file, Wanted())
+    assert not tree.is_built
+    assert [name for name, _ in tree.model.named_parameters()] == ["output.weight"]
+    assert any("Its own configuration was of no use" in note and "grok" in note for note in tree.notes)
 
 
 def rotary_order(rows: np.ndarray, heads: int) -> np.ndarray:

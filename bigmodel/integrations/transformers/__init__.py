@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .deepspeed import announce_deepspeed
 from .empty import build_empty, empty_model, is_config, load_config, resolve_dtype
+from .gguf import single_gguf
 from .hub import config_folder
 from .keys import TransformersKeys
 from .pretrained import from_pretrained
@@ -21,4 +22,5 @@ __all__ = [
     "is_config",
     "load_config",
     "resolve_dtype",
+    "single_gguf",
 ]
