@@ -22,6 +22,7 @@ from ..constants import KiB, MiB
 from ..devices import reading_threads
 from ..errors import CheckpointError
 from ..settings import environment_flag
+from ..waiting import result_of
 from .entry import Entry, contiguous_strides
 from .files import OpenFiles
 from .location import RemoteFile
@@ -153,7 +154,7 @@ class MappedPages:
             ]
         )
         for reading in [workers().submit(_bring_in, chunks) for _ in range(reading_threads())]:
-            reading.result()
+            result_of(reading)
 
 
 def _bring_in(chunks: Iterator[tuple[int, int, int]]) -> None:

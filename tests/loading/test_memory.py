@@ -14,6 +14,8 @@ from bigmodel.constants import RING_BYTES, MiB
 
 LAYERS = 16
 FORMS = ("one", "sharded", "torch")
+PAGES = ("found cheaper", "huge")
+"""What destinations are made of: what the system has cheapest, or huge pages as far as it has any."""
 DTYPES = (("float32", "float32"), ("float32", "float16"), ("bfloat16", "float32"))
 
 # A process of its own, so that nothing else moves its memory.
@@ -22,7 +24,10 @@ import json, sys, threading, time
 import torch
 from torch import nn
 from bigmodel.devices import private_bytes
-from bigmodel.loading import Checkpoint, init_empty_weights, load
+from bigmodel.loading import Checkpoint, first_touch, init_empty_weights, load
+
+if sys.argv[2] == "huge":
+    first_touch._Kinds.choose = lambda self, nbytes: True
 
 def extra_bytes(folder, dtype):
     with init_empty_weights():
@@ -46,8 +51,8 @@ print(json.dumps([extra_bytes(folder, getattr(torch, dtype)) for folder, dtype i
 """
 
 
-@pytest.fixture(scope="module")
-def extra_bytes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], int]:
+@pytest.fixture(scope="module", params=PAGES)
+def extra_bytes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], int]:
     """Peak private memory beyond what stays, for every form of a checkpoint of 32 or 64 MiB and every pair of dtypes."""
     root = tmp_path_factory.mktemp("memory")
     cases = [(form, stored, wanted) for form in FORMS for stored, wanted in DTYPES]
@@ -63,7 +68,7 @@ def extra_bytes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str
             for number, (name, value) in enumerate(state.items()):
                 save_file({name: value}, folder / f"model-{number + 1:05d}-of-{LAYERS:05d}.safetensors")
     asked = [(str(root / f"{form}-{stored}"), wanted) for form, stored, wanted in cases]
-    result = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(asked)], capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(asked), request.param], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return dict(zip(cases, json.loads(result.stdout), strict=True))
 
