@@ -119,7 +119,8 @@ class Processes:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "bigmodel.training.state"])
+        # DistributedDataParallel imports dynamo, which takes each process a second.
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "pytest", "bigmodel.training.state"])
         self._folder = tempfile.TemporaryDirectory(prefix="bigmodel-processes-")
         # The server looks for what it imports where this process does; it learns the path in no other way.
         before = os.environ.get("PYTHONPATH")

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import TrainingError
 from .accelerator_state import AcceleratorState
 from .checkpoint import load_training_state, save_training_state
+from .checkpoint_folder import together
 from .configuration import ProjectConfiguration
 from .parallel import save
 
@@ -119,8 +120,8 @@ class SavingMethods:
         safe_serialization: bool = True,
     ) -> None:
         """`bigmodel.save_model` of a model, prepared or not: shards that other programs read. All processes call it."""
-        self.strategy.save_weights(model, Path(save_directory), max_shard_size, safe_serialization)
-        self.state.wait_for_everyone()
+        with together("save_model"):
+            self.strategy.save_weights(model, Path(save_directory), max_shard_size, safe_serialization)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """All values of the model, complete in the main process; names are those of the unwrapped model, or with `unwrap=False` its own."""

@@ -22,8 +22,8 @@ def gather_for_metrics(accelerator: Accelerator, input_data: Any, use_gather_obj
     """`input_data` of all processes in the order of the data, without the samples that a loader repeated to fill its last batch.
 
     Tensors are joined along their first dimension, which counts samples; those without dimensions become one of `num_processes` values.
-    Lists and tuples without tensors in them are lists of samples, whatever these are, and are joined to one list. Any other single
-    thing becomes a list of `num_processes`. Mappings, named tuples, dataclasses, and lists that hold tensors keep their form.
+    Lists and tuples without tensors in them are lists of samples, whatever these are, and are joined to one list. Any other single thing
+    becomes a list of `num_processes`; None stays None. Mappings, named tuples, dataclasses, and lists that hold tensors keep their form.
     """
     if not accelerator.use_distributed:
         return input_data
@@ -35,29 +35,46 @@ def gather_for_metrics(accelerator: Accelerator, input_data: Any, use_gather_obj
             "Prepare it with this Accelerator, or with even_batches=False.",
             stacklevel=3,
         )
-    own: list[int | None] = []
-    _walk(input_data, use_gather_object, lambda leaf: own.append(_samples(leaf)))
+    leaves: list[Any] = []
+    _walk(input_data, use_gather_object, leaves.append)
+    own = [_samples(leaf) for leaf in leaves]
     # The end of a loop is the only place where processes may have different numbers of samples.
-    lengths: list[list[int | None]] = gather_object([own]) if last else [own] * accelerator.num_processes
-    if len({len(of_rank) for of_rank in lengths}) > 1:
-        # The collectives themselves say what differs.
-        return gather(input_data)
-    positions = iter(range(len(own)))
+    of_ranks: list[list[int | None]] = gather_object([own]) if last else [own] * accelerator.num_processes
+    if len({len(of_rank) for of_rank in of_ranks}) > 1:
+        return gather(input_data)  # says what differs
+    lengths = [list(of_leaf) for of_leaf in zip(*of_ranks, strict=True)]
+    joined = _joined(input_data, leaves, lengths, use_gather_object)
+    results = iter([values[:wanted] if _was_filled_up(each, wanted) else values for values, each in zip(joined, lengths, strict=True)])
+    return _walk(input_data, use_gather_object, lambda leaf: next(results))
 
-    def joined(leaf: Any) -> Any:
-        position = next(positions)
-        each = [of_rank[position] for of_rank in lengths]
-        if isinstance(leaf, torch.Tensor) and not use_gather_object:
-            values: Any = _gather_rows(leaf, each)
-        else:
-            values = gather_object(list(leaf) if isinstance(leaf, (list, tuple)) else [leaf])
-        counts = [count for count in each if count is not None]
-        if wanted <= 0 or len(counts) < len(each):
-            return values
-        # Of batches of different lengths whole ones were repeated, in the last processes. Nothing else of different lengths was filled up.
-        return values[:wanted] if len(set(counts)) == 1 or wanted in accumulate(counts[:-1]) else values
 
-    return _walk(input_data, use_gather_object, joined)
+def _was_filled_up(each: list[int | None], wanted: int) -> bool:
+    """Whether of `each` process's samples those from number `wanted` on are repeated ones."""
+    counts = [count for count in each if count is not None]
+    if wanted <= 0 or len(counts) < len(each):
+        return False
+    # Of batches of different lengths whole ones were repeated, in the last processes. Nothing else of different lengths was filled up.
+    return len(set(counts)) == 1 or wanted in accumulate(counts[:-1])
+
+
+def _joined(data: Any, leaves: list[Any], lengths: list[list[int | None]], objects: bool) -> list[Any]:
+    """Every leaf of all processes: all tensors at once, then all other things."""
+    as_tensors = [isinstance(leaf, torch.Tensor) and not objects for leaf in leaves]
+    joined: list[Any] = [None] * len(leaves)
+    if any(as_tensors):
+        filled = iter(
+            [_filled(leaf, each) if is_tensor else None for leaf, each, is_tensor in zip(leaves, lengths, as_tensors, strict=True)]
+        )
+        sent = _walk(data, objects, lambda leaf: next(filled))
+        gathered: list[Any] = []
+        _walk(gather(sent), objects, gathered.append)
+        joined = [_rows(values, each) if is_tensor else None for values, each, is_tensor in zip(gathered, lengths, as_tensors, strict=True)]
+    things = [position for position, leaf in enumerate(leaves) if not as_tensors[position] and leaf is not None]
+    if things:
+        samples = [list(leaf) if isinstance(leaf, (list, tuple)) else [leaf] for leaf in (leaves[position] for position in things)]
+        for position, of_leaf in zip(things, zip(*gather_object([samples]), strict=True), strict=True):
+            joined[position] = [sample for of_rank in of_leaf for sample in of_rank]
+    return joined
 
 
 def _walk(data: Any, objects: bool, function: Callable[[Any], Any]) -> Any:
@@ -78,11 +95,17 @@ def _samples(leaf: Any) -> int | None:
     return len(leaf) if isinstance(leaf, (list, tuple)) else None
 
 
-def _gather_rows(tensor: torch.Tensor, each: list[int | None]) -> torch.Tensor:
-    """Tensors of all processes below each other, where process i has `each[i]` rows."""
+def _filled(tensor: torch.Tensor, each: list[int | None]) -> torch.Tensor:
+    """The tensor with as many rows as the longest of `each` process's."""
     rows = [count for count in each if count is not None]
     if len(set(rows)) < 2:
-        return gather(tensor)
-    most = max(rows)
-    filled = torch.cat([tensor, tensor.new_zeros((most - tensor.shape[0], *tensor.shape[1:]))])
-    return torch.cat([part[:count] for part, count in zip(gather(filled).split(most), rows, strict=True)])
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros((max(rows) - tensor.shape[0], *tensor.shape[1:]))])
+
+
+def _rows(gathered: torch.Tensor, each: list[int | None]) -> torch.Tensor:
+    """What was gathered of `_filled` tensors, without what filled them."""
+    rows = [count for count in each if count is not None]
+    if len(set(rows)) < 2:
+        return gathered
+    return torch.cat([part[:count] for part, count in zip(gathered.split(max(rows)), rows, strict=True)])

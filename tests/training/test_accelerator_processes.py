@@ -214,7 +214,8 @@ def structures(use_gather_object: bool) -> Any:
                     "loss": torch.tensor(float(accelerator.process_index)),
                     "pair": Pair(index, words),
                     "answer": Answer(index * 2, words),
-                    "list": [index, {"deep": index}],
+                    "list": [index, {"deep": index}, words],
+                    "nothing": None,
                     "rank": accelerator.process_index,
                     "boxes": [torch.full((int(i) % 2 + 1,), int(i)) for i in index] if use_gather_object else None,
                 },
@@ -233,7 +234,8 @@ def test_structures_keep_their_form_and_lose_what_is_repeated(processes: Sizes) 
         assert isinstance(last["pair"], Pair)
         assert (last["pair"].numbers.tolist(), last["pair"].words) == ([4], ["sentence 4"])
         assert (first["answer"].numbers.tolist(), last["answer"].words) == ([0, 2, 4, 6], ["sentence 4"])
-        assert (last["list"][0].tolist(), last["list"][1]["deep"].tolist()) == ([4], [4])
+        assert (last["list"][0].tolist(), last["list"][1]["deep"].tolist(), last["list"][2]) == ([4], [4], ["sentence 4"])
+        assert last["nothing"] is None
     for first, last in processes(2).run(structures, True):
         assert [box.tolist() for box in first["boxes"]] == [[0], [1, 1], [2], [3, 3]]
         assert [box.tolist() for box in last["boxes"]] == [[4]]
