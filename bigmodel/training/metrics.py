@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..errors import DistributedOperationException
 from ..structures import children, is_dataclass_instance, is_namedtuple, rebuilt
 from .collectives import gather, gather_object
 
@@ -21,9 +22,10 @@ __all__ = ["gather_for_metrics"]
 def gather_for_metrics(accelerator: Accelerator, input_data: Any, use_gather_object: bool) -> Any:
     """`input_data` of all processes in the order of the data, without the samples that a loader repeated to fill its last batch.
 
-    Tensors are joined along their first dimension, which counts samples; those without dimensions become one of `num_processes` values.
-    Lists and tuples without tensors in them are lists of samples, whatever these are, and are joined to one list. Any other single thing
-    becomes a list of `num_processes`; None stays None. Mappings, named tuples, dataclasses, and lists that hold tensors keep their form.
+    Tensors are joined along their first dimension, which counts samples, of which processes may have different numbers; those without
+    dimensions become one of `num_processes` values. Lists and tuples without tensors in them are lists of samples, whatever these are, and
+    are joined to one list. Any other single thing becomes a list of `num_processes`; None stays None. Mappings, named tuples, dataclasses,
+    and lists that hold tensors keep their form.
     """
     if not accelerator.use_distributed:
         return input_data
@@ -38,14 +40,27 @@ def gather_for_metrics(accelerator: Accelerator, input_data: Any, use_gather_obj
     leaves: list[Any] = []
     _walk(input_data, use_gather_object, leaves.append)
     own = [_samples(leaf) for leaf in leaves]
-    # The end of a loop is the only place where processes may have different numbers of samples.
-    of_ranks: list[list[int | None]] = gather_object([own]) if last else [own] * accelerator.num_processes
-    if len({len(of_rank) for of_rank in of_ranks}) > 1:
+    lengths = _lengths(own) if last else [[count] * accelerator.num_processes for count in own]
+    if lengths is None:
         return gather(input_data)  # says what differs
-    lengths = [list(of_leaf) for of_leaf in zip(*of_ranks, strict=True)]
-    joined = _joined(input_data, leaves, lengths, use_gather_object)
+    try:
+        joined = _joined(input_data, leaves, lengths, use_gather_object)
+    except DistributedOperationException:  # in all processes
+        # Before the end of a loop all have as many samples, unless the script has chosen among them.
+        lengths = _lengths(own)
+        if lengths is None or all(len(set(each)) == 1 for each in lengths):
+            raise
+        joined = _joined(input_data, leaves, lengths, use_gather_object)
     results = iter([values[:wanted] if _was_filled_up(each, wanted) else values for values, each in zip(joined, lengths, strict=True)])
     return _walk(input_data, use_gather_object, lambda leaf: next(results))
+
+
+def _lengths(own: list[int | None]) -> list[list[int | None]] | None:
+    """For each leaf the samples that each process has of it; None where processes have different structures."""
+    of_ranks: list[list[int | None]] = gather_object([own])
+    if len({len(of_rank) for of_rank in of_ranks}) > 1:
+        return None
+    return [list(of_leaf) for of_leaf in zip(*of_ranks, strict=True)]
 
 
 def _was_filled_up(each: list[int | None], wanted: int) -> bool:

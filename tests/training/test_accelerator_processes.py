@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import bigmodel
-from bigmodel.errors import TrainingError
+from bigmodel.errors import DistributedOperationException, TrainingError
 from bigmodel.training.accelerator import Accelerator
 from bigmodel.training.configuration import DataLoaderConfiguration, GradientAccumulationPlugin
 from bigmodel.training.handlers import DistributedDataParallelKwargs, GradScalerKwargs
@@ -199,6 +199,22 @@ def uneven_last_batches() -> list[list[int]]:
 def test_last_batches_of_different_lengths_are_gathered_whole(processes: Sizes) -> None:
     for rank in processes(2).run(uneven_last_batches):
         assert rank == [[0, 1, 2, 3], [4, 5, 6]]
+
+
+def chosen_samples() -> tuple[list[list[int]], str]:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(12)), batch_size=2))
+    seen = [accelerator.gather_for_metrics((batch[0][batch[0] % 3 == 0], batch[0]))[0].tolist() for batch in loader]
+    with pytest.raises(DistributedOperationException) as caught:
+        accelerator.gather_for_metrics(torch.ones(2, 1 + accelerator.process_index))
+    return seen, str(caught.value)
+
+
+def test_samples_that_the_script_has_chosen_are_gathered_whole(processes: Sizes) -> None:
+    for seen, message in processes(2).run(chosen_samples):
+        assert seen == [[0, 3], [6], [9]]
+        assert "[2, 1]" in message
+        assert "[2, 2]" in message
 
 
 def structures(use_gather_object: bool) -> Any:
