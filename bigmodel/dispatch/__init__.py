@@ -6,7 +6,7 @@ from .align import AlignDevicesHook, has_offloaded_params
 from .attach import attach_align_device_hook, attach_align_device_hook_on_blocks, attach_execution_device_hook
 from .dispatch_hook import DispatchHook
 from .engine import dispatch, dispatched, undispatch
-from .facade import show_device_map
+from .facade import replace_method, show_device_map
 from .full_state_dict import get_state_dict_from_offload, get_state_dict_offloaded_model
 from .hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module, remove_hook_from_submodules
 from .lazy import LazyTensor
@@ -73,6 +73,7 @@ __all__ = [
     "placement",
     "remove_hook_from_module",
     "remove_hook_from_submodules",
+    "replace_method",
     "send_to_device",
     "show_device_map",
     "timeline",

@@ -42,7 +42,7 @@ class Registered:
         """The places, those of one module together."""
         grouped: dict[tuple[int, str], list[tuple[str, Owner]]] = {}
         for place in self.places:
-            grouped.setdefault((id(place[1].module), place[1].attribute), []).append(place)
+            grouped.setdefault((id(place[1].table), place[1].attribute), []).append(place)
         return list(grouped.values())
 
     @property
@@ -52,7 +52,7 @@ class Registered:
 
 def distinct_owners(places: Iterable[tuple[str, Owner]]) -> list[Owner]:
     """The owners among the places, each once."""
-    return list({(id(owner.module), owner.attribute): owner for _, owner in places}.values())
+    return list({(id(owner.table), owner.attribute): owner for _, owner in places}.values())
 
 
 def registered_tensors(model: nn.Module) -> list[Registered]:

@@ -20,7 +20,7 @@ from .cut import Cut, Registered, ancestors, cut, distinct_owners, registered_te
 from .dispatch_hook import DispatchHook
 from .facade import put_on_facade, take_off_facade
 from .group import Group
-from .hooks import DISPATCHED, ModelHook, SequentialHook, add_hook_to_module, hooks_of, remove_hook_from_module
+from .hooks import DISPATCHED, ModelHook, ModuleReference, SequentialHook, add_hook_to_module, hooks_of, remove_hook_from_module
 from .layout import Owner
 from .lazy import LazyTensor
 from .offload import Resting, check_rests, make_group, restore, set_tensor
@@ -39,12 +39,21 @@ class Dispatched:
     device_map: dict[str, DeviceKey]
     main_device: torch.device
     schedule: Schedule
-    hooked: list[nn.Module] = field(default_factory=list)
+    _hooked: list[ModuleReference] = field(default_factory=list, init=False)
+
+    @property
+    def hooked(self) -> list[nn.Module]:
+        """The modules that have hooks of it."""
+        return [module for reference in self._hooked if (module := reference()) is not None]
+
+    def hooks(self, module: nn.Module) -> None:
+        """Remembers a module that got one."""
+        self._hooked.append(ModuleReference(module))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatched:
         made = Dispatched(dict(self.device_map), self.main_device, deepcopy(self.schedule, memo))
         memo[id(self)] = made
-        made.hooked = [deepcopy(module, memo) for module in self.hooked]
+        made._hooked = [ModuleReference(deepcopy(module, memo)) for module in self.hooked]
         return made
 
     def end(self, model: nn.Module) -> None:
@@ -351,7 +360,7 @@ def _hook(
         around = None if name == "" else devices_at[above]
         hook.prepare(state.schedule, [group for group in of_unit if group not in at_rest], at_rest, module, name, around)
         add_hook_to_module(module, hook, append=True)
-        state.hooked.append(module)
+        state.hooks(module)
     for module in state.hooked:
         hooks = [hook for hook in hooks_of(module) if isinstance(hook, DispatchHook)]
         hooks[-1].watch(module)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import logging
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,11 +18,12 @@ from .align import AlignDevicesHook
 from .hooks import add_hook_to_module
 from .lazy import LazyTensor
 
-__all__ = ["put_on_facade", "show_device_map", "take_off_facade"]
+__all__ = ["put_on_facade", "replace_method", "show_device_map", "take_off_facade"]
 
 logger = logging.getLogger("bigmodel.big_modeling")
 
 _CLASS = "_bigmodel_plain_class"
+_REPLACED = "_bigmodel_replaced_methods"
 _DEVICE = "_bigmodel_main_device"
 
 
@@ -41,53 +44,96 @@ def show_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
 
 
 def put_on_facade(model: nn.Module, main_device: torch.device) -> None:
-    """Wraps the methods that would move the model, and makes `model.device` the main device where its class defines one."""
-    for method in {"to", "cuda", accelerator_type() or "cuda"}:
-        if hasattr(model, method) and method not in model.__dict__:
-            model.__dict__[method] = functools.update_wrapper(functools.partial(_move, model, method), getattr(type(model), method))
+    """Replaces the methods that would move the model, and makes `model.device` the main device where its class defines one."""
     model.__dict__[_DEVICE] = main_device
-    plain = type(model)
-    if isinstance(getattr(plain, "device", None), property):
-        # An instance cannot override a property of its class, and this one asks the first parameter, which would say meta.
-        model.__class__ = _with_device(cast(Hashable, plain))
+    moving = {method: _Mover(method) for method in {"to", "cuda", accelerator_type() or "cuda"} if hasattr(model, method)}
+    _replace(model, moving)
 
 
 def take_off_facade(model: nn.Module) -> None:
-    """Undoes `put_on_facade`."""
-    for name in [name for name, value in model.__dict__.items() if isinstance(value, functools.partial) and value.func is _move]:
-        del model.__dict__[name]
+    """Undoes `put_on_facade`. Methods that others have replaced stay so."""
     model.__dict__.pop(_DEVICE, None)
-    plain = type(model).__dict__.get(_CLASS)
-    if plain is not None:
-        model.__class__ = plain
+    kept = {name: function for name, function in _replaced(model).items() if not isinstance(function, _Mover)}
+    model.__class__ = _facade(_plain(model), frozenset(kept.items())) if kept else _plain(model)
+
+
+def replace_method(model: nn.Module, name: str, function: Callable[..., Any]) -> None:
+    """Makes `model.name(…)` call `function(model, …)`.
+
+    As a method of a class of its own, under the same name: a function in the instance's dict would keep the model alive, or, if it did
+    not, would have lost it in `load(…).name(…)`.
+    """
+    _replace(model, {name: function})
+
+
+def _replace(model: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:
+    plain, known = _plain(model), _replaced(model)
+    model.__class__ = _facade(plain, frozenset({**known, **functions}.items()))
+
+
+def _plain(model: nn.Module) -> Any:
+    """The model's own class."""
+    return type(model).__dict__.get(_CLASS, type(model))
+
+
+def _replaced(model: nn.Module) -> dict[str, Callable[..., Any]]:
+    return dict(type(model).__dict__.get(_REPLACED, ()))
 
 
 @functools.cache
-def _with_device(plain: Any) -> type[nn.Module]:
-    """The same class, under the same name, whose `device` is the main device of the dispatched instance."""
-    namespace = {
+def _facade(plain: Any, replaced: frozenset[tuple[str, Any]]) -> type[nn.Module]:
+    """The same class, under the same name, with some methods replaced, whose `device` is the main device of a dispatched instance."""
+    namespace: dict[str, Any] = {
         "__module__": plain.__module__,
         "__qualname__": plain.__qualname__,
         "__doc__": plain.__doc__,
-        "device": property(lambda self: self.__dict__[_DEVICE]),
         _CLASS: plain,
+        _REPLACED: replaced,
     }
+    for name, function in replaced:
+        namespace[name] = functools.update_wrapper(_method(function), getattr(plain, name))
+    own_device = getattr(plain, "device", None)
+    if isinstance(own_device, property):
+        # An instance cannot override a property of its class, and this one asks the first parameter, which would say meta.
+        ask: Any = own_device.fget
+        namespace["device"] = property(lambda self: self.__dict__[_DEVICE] if _DEVICE in self.__dict__ else ask(self))
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        found = plain.__reduce_ex__(self, protocol)
+        # Copies have the same methods; pickles find the class again by the plain one.
+        return (_empty, (plain, replaced), *found[2:]) if found[0] is copyreg.__newobj__ else found  # type: ignore[attr-defined]
+
+    namespace["__reduce_ex__"] = reduce
     made: type[nn.Module] = type(plain)(plain.__name__, (plain,), namespace)
     return made
 
 
-def _move(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> nn.Module:
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: function(self, *args, **kwargs)
+
+
+def _empty(plain: Any, replaced: frozenset[tuple[str, Any]]) -> nn.Module:
+    made = _facade(plain, replaced)
+    return made.__new__(made)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mover:
     """`model.to(…)`, `model.cuda(…)` of a dispatched model."""
-    function: Callable[..., nn.Module] = getattr(type(model), method)
-    if method == "to":
-        device: torch.device | None = torch._C._nn._parse_to(*args, **kwargs)[0]
-        if device is None:
-            return function(model, *args, **kwargs)
-    logger.warning("You shouldn't move a model that is dispatched using bigmodel hooks.")
-    offloaded = [name for name, parameter in model.named_parameters() if isinstance(parameter, LazyTensor)]
-    if offloaded:
-        raise DispatchError(
-            "You can't move a model that has some modules offloaded to cpu or disk. "
-            f"{len(offloaded)} parameters are offloaded ({offloaded[0]}, …): bigmodel.undispatch(model) first."
-        )
-    return function(model, *args, **kwargs)
+
+    method: str
+
+    def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        function: Callable[..., nn.Module] = getattr(_plain(model), self.method)
+        if self.method == "to":
+            device: torch.device | None = torch._C._nn._parse_to(*args, **kwargs)[0]
+            if device is None:
+                return function(model, *args, **kwargs)
+        logger.warning("You shouldn't move a model that is dispatched using bigmodel hooks.")
+        offloaded = [name for name, parameter in model.named_parameters() if isinstance(parameter, LazyTensor)]
+        if offloaded:
+            raise DispatchError(
+                "You can't move a model that has some modules offloaded to cpu or disk. "
+                f"{len(offloaded)} parameters are offloaded ({offloaded[0]}, …): bigmodel.undispatch(model) first."
+            )
+        return function(model, *args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 import weakref
@@ -28,6 +29,9 @@ __all__ = ["SMALL_BYTES", "Counters", "Group"]
 
 SMALL_BYTES = 256 * KiB
 """Groups in RAM below this many bytes are read when they are needed: handing one to the reader thread takes about as long (30 µs)."""
+
+
+_keys = itertools.count()
 
 
 @dataclass(slots=True)
@@ -63,6 +67,8 @@ class Group:
         self.name = name
         self.slots = list(slots)
         self.pool = pool
+        self.key = next(_keys)
+        """What the pool knows it by, so that it need not refer to it."""
         self.beside = beside
         """Whether it is in use while other groups are: a tie, or what a module around others holds itself."""
         self.counters = Counters()
@@ -92,7 +98,7 @@ class Group:
         slots = [
             Slot(
                 slot.name,
-                [Owner(deepcopy(owner.module, memo), owner.attribute, owner.is_buffer) for owner in slot.owners],
+                [owner.copied(memo) for owner in slot.owners if owner.module is not None],
                 deepcopy(slot.resting, memo),
                 slot.parameter_class,
                 slot.original_device,
@@ -311,8 +317,7 @@ class Group:
         swapped = []
         resting = slot.resting
         for owner in slot.owners:
-            module, attribute = owner.module, owner.attribute
-            table: dict[str, Any] = module._buffers if owner.is_buffer else module._parameters
+            table, attribute = owner.table, owner.attribute
             # Whoever assigned another tensor (a replaced parameter, `torch.func.functional_call`) computes with that one.
             if table.get(attribute) is resting:
                 table[attribute] = real
@@ -328,8 +333,7 @@ class Group:
         changed = []
         for slot, real, version, owners, returns in present:
             for owner in owners:
-                module, attribute = owner.module, owner.attribute
-                table: dict[str, Any] = module._buffers if owner.is_buffer else module._parameters
+                table, attribute = owner.table, owner.attribute
                 if table.get(attribute) is real:
                     table[attribute] = slot.resting
             if returns and isinstance(slot.resting, LazyTensor) and (version_of(real) != version or _statistics(slot, owners)):
@@ -349,4 +353,4 @@ def _tell_frozen(resting: torch.Tensor) -> None:
 
 def _statistics(slot: Slot, owners: list[Owner]) -> bool:
     """Whether the slot is a buffer that a training forward may have updated (kernels do that without telling)."""
-    return slot.parameter_class is None and any(owner.module.training for owner in owners)
+    return slot.parameter_class is None and any((module := owner.module) is not None and module.training for owner in owners)

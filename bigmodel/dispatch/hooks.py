@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
+import weakref
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from ..errors import DispatchError
+
 __all__ = [
     "DISPATCHED",
     "ModelHook",
+    "ModuleReference",
     "SequentialHook",
     "add_hook_to_module",
     "find_hook",
@@ -134,16 +140,74 @@ class SequentialHook(ModelHook):
         return module
 
 
-def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+class ModuleReference(weakref.ref[nn.Module]):
+    """What stands for a module in what is registered on it: the last reference from outside frees a model, without the cycle collector.
+
+    Copies and pickles refer to the copy of the module.
+    """
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleReference:
+        return type(self)(deepcopy(self(), memo))  # type: ignore[arg-type]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self(),)
+
+
+class OwnForward:
+    """A module's own `forward`, as a method bound to it would be, which does not keep the module alive."""
+
+    __slots__ = ("__dict__", "__func__", "__weakref__", "_reference")
+
+    def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
+        self.__func__ = function
+        self._reference = ModuleReference(module)
+        for name in functools.WRAPPER_ASSIGNMENTS:
+            if hasattr(function, name):
+                setattr(self, name, getattr(function, name))
+
+    @property
+    def __self__(self) -> nn.Module:
+        module = self._reference()
+        if module is None:
+            raise DispatchError("The module that this forward belongs to is gone: keep the model as long as it is called.")
+        return module
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(types.MethodType(self.__func__, self))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "__func__"), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnForward:
+        return OwnForward(self.__func__, deepcopy(self.__self__, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OwnForward, (self.__func__, self.__self__)
+
+
+def _hooked_forward(reference: ModuleReference, *args: Any, **kwargs: Any) -> Any:
     """What a hooked module's `forward` calls. The hook is looked up at each call, so that it can be exchanged."""
+    module = reference()
+    if module is None:
+        raise DispatchError("The module that this forward belongs to is gone: keep the model as long as it is called.")
     hook: ModelHook = module._hf_hook  # type: ignore[assignment]
+    own: Any = module._old_forward
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    if type(own) is OwnForward:
+        # Without a frame of its own, which the compiler would compile for each module.
+        own, args = own.__func__, (module, *args)
     try:
         if hook.no_grad:
             with torch.no_grad():
-                output = module._old_forward(*args, **kwargs)  # type: ignore[operator]
+                output = own(*args, **kwargs)
         else:
-            output = module._old_forward(*args, **kwargs)  # type: ignore[operator]
+            output = own(*args, **kwargs)
     except BaseException:
         hook.forward_failed(module)
         raise
@@ -167,12 +231,14 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     """
     earlier = getattr(module, "_hf_hook", None)
     old_forward = module._old_forward if earlier is not None and hasattr(module, "_old_forward") else module.forward
+    if isinstance(old_forward, types.MethodType) and old_forward.__self__ is module:
+        old_forward = OwnForward(old_forward.__func__, module)
     module = hook.init_hook(module)
     # The earlier hook stays as it is: detaching it and adding it again would bring all its weights back in between.
     module._hf_hook = SequentialHook(earlier, hook) if append and isinstance(earlier, ModelHook) else hook  # type: ignore[assignment]
     module._old_forward = old_forward  # type: ignore[assignment]
     hooked = _hooked_forward if getattr(module._hf_hook, "is_traced", True) else _hooked_outside_compilation
-    wrapper = functools.update_wrapper(functools.partial(hooked, module), old_forward)  # type: ignore[arg-type]
+    wrapper = functools.update_wrapper(functools.partial(hooked, ModuleReference(module)), old_forward)  # type: ignore[arg-type]
     if _is_graph_module(module):
         type(module).forward = staticmethod(wrapper)
     else:
@@ -194,6 +260,8 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
             old_forward = module._old_forward
             if getattr(old_forward, "__func__", None) is type(module).forward and getattr(old_forward, "__self__", None) is module:
                 del module.forward
+            elif isinstance(old_forward, OwnForward):
+                module.forward = types.MethodType(old_forward.__func__, module)
             else:
                 module.forward = old_forward  # type: ignore[assignment]
         delattr(module, "_old_forward")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,18 +31,35 @@ def swap_parameter(cls: type[torch.Tensor] | None, value: torch.Tensor, like: to
     return made
 
 
-@dataclass(frozen=True, slots=True)
 class Owner:
-    """One place where a tensor is registered."""
+    """One place where a tensor is registered. It does not keep the module alive: hooks of the module refer to it."""
 
-    module: nn.Module
-    attribute: str
-    is_buffer: bool = False
+    __slots__ = ("_module", "_table", "attribute", "is_buffer")
+
+    def __init__(self, module: nn.Module, attribute: str, is_buffer: bool = False) -> None:
+        self._module = weakref.ref(module)
+        self._table: dict[str, Any] | None = None
+        self.attribute = attribute
+        self.is_buffer = is_buffer
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module; None once it is gone."""
+        return self._module()
 
     @property
     def table(self) -> dict[str, Any]:
         """The module's own dict of parameters, or of buffers."""
-        return self.module._buffers if self.is_buffer else self.module._parameters
+        if self._table is None:  # looked up late: a module that is being copied has none yet
+            module: Any = self._module()
+            self._table = {} if module is None else module._buffers if self.is_buffer else module._parameters
+        return self._table
+
+    def copied(self, memo: dict[int, Any]) -> Owner:
+        """The same place in the copy of the module."""
+        module = self._module()
+        assert module is not None
+        return Owner(deepcopy(module, memo), self.attribute, self.is_buffer)
 
     @property
     def tensor(self) -> torch.Tensor | None:

@@ -53,7 +53,8 @@ class Pool:
         self._ahead_lock = threading.Lock()
         self._buffers: list[Buffer] = []
         # What lies in buffers that nobody uses now, oldest first: fetched ahead, or left by the group's last use.
-        self._idle: dict[Group, tuple[Buffer, Future[None] | None]] = {}
+        # By the group's key: a group refers to its pool, and the last reference to a model frees both.
+        self._idle: dict[int, tuple[Buffer, Future[None] | None]] = {}
         self._empty: list[Buffer] = []
         self._on_accelerator = device.type != "cpu"
         self._has_streams = has_streams(device)
@@ -84,7 +85,7 @@ class Pool:
     def obtain(self, group: Group) -> tuple[Buffer, bool]:
         """The buffer that holds `group`'s weights, filled, and whether it was there or on its way before. Blocks until it is filled."""
         with self._lock:
-            buffer, pending = self._idle.pop(group, (None, None))
+            buffer, pending = self._idle.pop(group.key, (None, None))
         if buffer is not None:
             try:
                 if pending is not None:
@@ -116,16 +117,16 @@ class Pool:
             if group.in_use or group.nbytes == 0:
                 return True
             with self._lock:
-                known = self._idle.get(group)
+                known = self._idle.get(group.key)
                 if known is not None and (known[1] is not None or known[0].generation == group.generation):
-                    self._idle[group] = self._idle.pop(group)  # to be given up last
+                    self._idle[group.key] = self._idle.pop(group.key)  # to be given up last
                     return True
             buffer = self._acquire(group, ahead=True)
             if buffer is None:
                 return False
             with self._lock:
-                stale = self._idle.pop(group, None)
-                self._idle[group] = (buffer, self._submit(group, buffer))
+                stale = self._idle.pop(group.key, None)
+                self._idle[group.key] = (buffer, self._submit(group, buffer))
             if stale is not None:
                 self._give_back(stale[0], stale[1])
             return True
@@ -151,10 +152,10 @@ class Pool:
             self._forget(buffer)
             return
         with self._lock:
-            if group in self._idle:
+            if group.key in self._idle:
                 self._empty.append(buffer)
             else:
-                self._idle[group] = (buffer, None)
+                self._idle[group.key] = (buffer, None)
 
     def mark_used(self, buffer: Buffer) -> None:
         """Work that reads `buffer` has been queued on the current stream."""
@@ -174,7 +175,7 @@ class Pool:
     def forget(self, groups: Iterable[Group]) -> None:
         """Groups that will not come again: what lies in buffers for them is of no use."""
         with self._lock:
-            dropped = [self._idle.pop(group) for group in groups if group in self._idle]
+            dropped = [self._idle.pop(group.key) for group in groups if group.key in self._idle]
         for buffer, pending in dropped:
             if pending is not None:
                 wait_until_done(pending)
@@ -218,6 +219,8 @@ class Pool:
             buffer = min(fits, key=lambda candidate: candidate.nbytes)
             self._empty.remove(buffer)
             return buffer, None
+        # Asked first: a read that ends while room is looked for has made some.
+        unwanted = next((pending for _, pending in self._idle.values() if pending is not None and not pending.done()), None)
         # Of what makes room no variable may be left when the new memory is asked for: it would still be there.
         with contextlib.suppress(torch.OutOfMemoryError):
             found = self._reused(nbytes, beside, ahead=ahead)
@@ -227,7 +230,6 @@ class Pool:
                 return self._allocate(nbytes, beside), None
             if ahead:
                 return None, None
-            unwanted = next((pending for _, pending in self._idle.values() if pending is not None and not pending.done()), None)
             if unwanted is not None:
                 return None, unwanted
             self.overflows += 1
@@ -235,18 +237,18 @@ class Pool:
         if ahead:
             return None, None
         # Something else has taken the device's memory: what is kept for later goes first.
-        for unused in [group for group, _ in self._unused(ahead=False)]:
-            del self._idle[unused]
+        for key, _ in self._unused(ahead=False):
+            del self._idle[key]
         self._empty.clear()
         self._buffers = []
         return self._allocate(nbytes, beside, overflow=True), None
 
-    def _unused(self, *, ahead: bool) -> list[tuple[Group, Buffer]]:
+    def _unused(self, *, ahead: bool) -> list[tuple[int, Buffer]]:
         """What lies in buffers without being used or written, what may go first first."""
-        left = [(group, buffer) for group, (buffer, pending) in self._idle.items() if pending is None]
+        left = [(key, buffer) for key, (buffer, pending) in self._idle.items() if pending is None]
         if not ahead:
             # What was fetched ahead for a group that did not come after all.
-            left += [(group, buffer) for group, (buffer, pending) in self._idle.items() if pending is not None and pending.done()]
+            left += [(key, buffer) for key, (buffer, pending) in self._idle.items() if pending is not None and pending.done()]
         return left
 
     def _has_room(self, nbytes: int, beside: bool) -> bool:
@@ -259,9 +261,9 @@ class Pool:
         """A buffer whose content nobody uses, where there is no room for another one."""
         if self._has_room(nbytes, beside):
             return None
-        for group, buffer in self._unused(ahead=ahead):
+        for key, buffer in self._unused(ahead=ahead):
             if buffer.nbytes >= nbytes and buffer.beside == beside:
-                del self._idle[group]
+                del self._idle[key]
                 return buffer
         return None
 
@@ -274,8 +276,8 @@ class Pool:
             if self._empty:
                 small = self._empty.pop()
             else:
-                group, small = left.pop(0)
-                del self._idle[group]
+                key, small = left.pop(0)
+                del self._idle[key]
             self._buffers.remove(small)
             if self.limit_bytes - self.nbytes >= nbytes:
                 return True

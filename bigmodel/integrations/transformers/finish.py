@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from ...devices import DeviceKey, as_key, computing_key
-from ...dispatch import LazyTensor
+from ...dispatch import LazyTensor, replace_method
 from ...quantization import unknown_to_transformers
 from .gguf import single_gguf
 from .keys import TransformersKeys
 from .package import transformers_module
-from .saving import SavePretrained
+from .saving import save_pretrained
 
 __all__ = ["finish"]
 
@@ -31,7 +31,7 @@ def finish(model: Any, path_or_id: str | os.PathLike[str], folder: Path, rules: 
     if getattr(model, "hf_device_map", None) is not None:
         model.hf_device_map = _map_for_libraries(model, model.hf_device_map)
     if unknown_to_transformers(model) or any(isinstance(tensor, LazyTensor) for tensor in (*model.parameters(), *model.buffers())):
-        model.save_pretrained = SavePretrained(model)
+        replace_method(model, "save_pretrained", save_pretrained)
 
 
 def _generation_config(folder: Path, model: Any) -> Any:

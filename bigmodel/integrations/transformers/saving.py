@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import os
 import tempfile
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from ...quantization import has_packed_stacks, unknown_to_transformers
 from .package import transformers_module
 from .unconvert import Unconverted
 
-__all__ = ["SavePretrained"]
+__all__ = ["save_pretrained"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,46 +29,39 @@ _DEFAULT_SHARD_SIZE = "50GB"
 """As in transformers."""
 
 
-class SavePretrained:
-    """The method `save_pretrained` of one model.
+def save_pretrained(
+    model: Any, save_directory: str | os.PathLike[str], is_main_process: bool = True, state_dict: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """In the place of `transformers.PreTrainedModel.save_pretrained`. All files appear together when they are complete.
 
     transformers' own holds a whole shard in memory (50 GB by default), and cannot undo a conversion whose tensors lie in two shards. This
-    one holds what one conversion needs. Does not keep the model alive; belongs to the copy in a deep copy.
+    one holds what one conversion needs. Raises `QuantizationError` where `save_original_format=True` is asked for, and weights are packed
+    in a way that only bigmodel loads.
     """
+    unknown = unknown_to_transformers(model)
+    if unknown and kwargs.get("save_original_format"):
+        raise QuantizationError(
+            f"save_original_format=True asks for files that transformers loads, and it cannot load {unknown}. Leave it out for files "
+            "that bigmodel.from_pretrained loads, or load the model without packing these (skip_modules) and save it then."
+        )
+    if unknown:
+        logger.warning("What is saved to %s is for bigmodel.from_pretrained: transformers cannot load %s.", save_directory, unknown)
+    if has_packed_stacks(model):  # of which a conversion could make nothing
+        kwargs["save_original_format"] = False
+    offloaded = any(isinstance(tensor, LazyTensor) for tensor in (*model.parameters(), *model.buffers()))
+    # A map that names the CPU or the disk makes transformers convert shard by shard, which is for offloaded weights alone.
+    with contextlib.nullcontext() if offloaded else _without_map(model):
+        simple = is_main_process and state_dict is None and not args and set(kwargs) <= {"max_shard_size", "save_original_format"}
+        if not (offloaded and simple) or getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "hf_quantizer", None):
+            if state_dict is None:
+                state_dict = _stand_ins(model)
+            return _own(model)(model, save_directory, is_main_process, state_dict, *args, **kwargs)
+        return _save(model, Path(save_directory), **kwargs)
 
-    def __init__(self, model: Any) -> None:
-        self._model: Callable[[], Any] = weakref.ref(model)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SavePretrained:
-        return SavePretrained(copy.deepcopy(self._model(), memo))
-
-    def __call__(
-        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, state_dict: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        """See `transformers.PreTrainedModel.save_pretrained`. All files appear together when they are complete.
-
-        Raises `QuantizationError` where `save_original_format=True` is asked for, and weights are packed in a way that only bigmodel loads.
-        """
-        model = self._model()
-        unknown = unknown_to_transformers(model)
-        if unknown and kwargs.get("save_original_format"):
-            raise QuantizationError(
-                f"save_original_format=True asks for files that transformers loads, and it cannot load {unknown}. Leave it out for files "
-                "that bigmodel.from_pretrained loads, or load the model without packing these (skip_modules) and save it then."
-            )
-        if unknown:
-            logger.warning("What is saved to %s is for bigmodel.from_pretrained: transformers cannot load %s.", save_directory, unknown)
-        if has_packed_stacks(model):  # of which a conversion could make nothing
-            kwargs["save_original_format"] = False
-        offloaded = any(isinstance(tensor, LazyTensor) for tensor in (*model.parameters(), *model.buffers()))
-        # A map that names the CPU or the disk makes transformers convert shard by shard, which is for offloaded weights alone.
-        with contextlib.nullcontext() if offloaded else _without_map(model):
-            simple = is_main_process and state_dict is None and not args and set(kwargs) <= {"max_shard_size", "save_original_format"}
-            if not (offloaded and simple) or getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "hf_quantizer", None):
-                if state_dict is None:
-                    state_dict = _stand_ins(model)
-                return type(model).save_pretrained(model, save_directory, is_main_process, state_dict, *args, **kwargs)
-            return _save(model, Path(save_directory), **kwargs)
+def _own(model: Any) -> Any:
+    """transformers' own method."""
+    return super(type(model), model).save_pretrained.__func__
 
 
 def _save(model: Any, folder: Path, max_shard_size: int | str = _DEFAULT_SHARD_SIZE, save_original_format: bool = True) -> None:
@@ -87,7 +78,7 @@ def _save(model: Any, folder: Path, max_shard_size: int | str = _DEFAULT_SHARD_S
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as beside:
         # The configuration, the generation configuration and code that came with the model; no weights.
         with _without_map(model):
-            type(model).save_pretrained(model, beside, state_dict={})
+            _own(model)(model, beside, state_dict={})
         save_model(_Names(saved.tensors), folder, convert_file_size_to_int(max_shard_size), fetch=saved.fetch)
         for file in Path(beside).iterdir():
             if not file.name.startswith("model"):
