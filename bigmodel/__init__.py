@@ -53,6 +53,7 @@ from .training.handlers import (
 from .training.launchers import debug_launcher, notebook_launcher
 from .training.memory import find_executable_batch_size
 from .training.plugins.deepspeed import DeepSpeedPlugin
+from .training.plugins.fsdp import FullyShardedDataParallelPlugin
 from .training.random import synchronize_rng_states
 from .training.state import PartialState
 
@@ -71,6 +72,7 @@ __all__ = [
     "DispatchError",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "InitProcessGroupKwargs",
     "Machine",

@@ -33,6 +33,9 @@ PATIENCE_SECONDS = 60.0
 GRACE_SECONDS = 5.0
 """How long the other ranks may go on once one has failed: most of them wait for it in a collective."""
 
+PRELOADED = ["torch", "torch.distributed.fsdp", "torch._dynamo", "pytest", "bigmodel.training.state"]
+"""What the server imports once; dynamo comes with the first optimizer or `DistributedDataParallel`."""
+
 # Classes whose instances share one state in a process, by module. What is not imported has no state.
 SHARED_STATES = {
     "bigmodel.training.state": "PartialState",
@@ -119,8 +122,7 @@ class Processes:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        # DistributedDataParallel imports dynamo, which takes each process a second.
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "pytest", "bigmodel.training.state"])
+        context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="bigmodel-processes-")
         # The server looks for what it imports where this process does; it learns the path in no other way.
         before = os.environ.get("PYTHONPATH")

@@ -71,7 +71,7 @@ def _whole_path(folder: str | PathLike[str]) -> Path:
 def _save_models(accelerator: Accelerator, folder: Path, safe_serialization: bool, kwargs: dict[str, Any]) -> None:
     models = list(accelerator._models)
     strategy = accelerator.strategy
-    weights = [strategy.state_dict(model, **kwargs) for model in models]
+    weights = [strategy.state_to_save(model, **kwargs) for model in models]
     before = list(weights)
     with together("A hook of save_state"):
         for hook in accelerator._save_model_state_pre_hook.values():

@@ -58,6 +58,7 @@ def prepared_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimize
     known = _known(accelerator._optimizers, "optimizer", optimizer)
     if known is not None:
         return known
+    accelerator.strategy.adopt_parameters(optimizer)
     scale = accelerator.loss_scale
     ready = AcceleratedOptimizer(
         optimizer, device_placement, None if scale is None else scale.scaler, None if scale is None else scale.note_step

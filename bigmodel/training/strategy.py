@@ -12,6 +12,7 @@ What an `Accelerator` calls, and when:
   `preparing.prepare_each`, and must add models, optimizers and schedulers that it makes itself to `accelerator._models`, `_optimizers`
   and `_schedulers`, which `save_state` walks in that order.
 - `prepare_model(model, device_placement, evaluation_mode)`: one model, wrapped for its forwards.
+- `adopt_parameters(optimizer)`: one optimizer, before it is wrapped.
 - `backward(loss)`: the loss is divided by the accumulated batches already (unless `divides_losses` is False) and not scaled yet.
 - `no_sync(model)`, `sync_in_backward(model)`, `join(models)`: when gradients travel.
 - `clip_grad_norm_`, `clip_grad_value_`: gradients are unscaled already; the norm is that of the whole model, over all processes.
@@ -80,6 +81,9 @@ class Strategy:
         """The model on its device, in its precision, wrapped to average gradients, compiled. `evaluation_mode`: no gradients."""
         return prepare_copy(self.accelerator, model, device_placement, evaluation_mode)
 
+    def adopt_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer, made before its model was prepared, trains the parameters that the model has now."""
+
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Gradients of `loss`; `kwargs` as in `Tensor.backward`."""
         scale = self.accelerator.loss_scale
@@ -124,8 +128,12 @@ class Strategy:
         """All values of the model; complete in the main process at least."""
         return named_plainly(self.unwrap(model, keep_torch_compile=False)) if unwrap else model.state_dict()
 
+    def state_to_save(self, model: nn.Module, **kwargs: Any) -> dict[str, Any]:
+        """What `save_model` is given, after hooks of users have seen it; `kwargs` are those of `save_state`."""
+        return self.state_dict(model, **kwargs)
+
     def save_model(self, model: nn.Module, index: int, state: dict[str, Any], folder: Path, safe_serialization: bool) -> None:
-        """Files of the model for `save_state`; `state` is its `state_dict`, perhaps changed by the user's hooks."""
+        """Files of the model for `save_state`; `state` is its `state_to_save`, perhaps changed by the user's hooks."""
         if self.accelerator._writes_files:
             save_weights_file(state, index, folder, safe_serialization)
 

@@ -17,6 +17,7 @@ from ..errors import CheckpointNotFoundError, MatchError, TrainingError
 from ..loading import without_aliases, write_safetensors
 from ..protocols import TensorSpec
 from .parallel import load
+from .sharded_values import held_as
 
 __all__ = [
     "file_name",
@@ -65,7 +66,7 @@ def save_weights_file(state: Mapping[str, Any], index: int, folder: Path, safe_s
 
 
 def load_weights_file(model: nn.Module, index: int, folder: Path, **kwargs: Any) -> None:
-    """Copies the values of the model's file into its tensors; `kwargs` as in `Module.load_state_dict`.
+    """Copies the values of the model's file into its tensors, of sharded ones this process's part; `kwargs` as in `load_state_dict`.
 
     Raises `CheckpointNotFoundError` where there is no file, and `MatchError` where its tensors are not the model's.
     """
@@ -85,13 +86,15 @@ def load_weights_file(model: nn.Module, index: int, folder: Path, **kwargs: Any)
             f"{folder}: there is no {file_name(SAFE_MODEL_NAME, index, '.safetensors')} for model {index}, a {type(model).__name__}. "
             "Prepare as many models as were saved, in the same order."
         )
-    actual = {name.replace(COMPILED, ""): name for name in model.state_dict(keep_vars=True)}
+    held = model.state_dict(keep_vars=True)
+    actual = {name.replace(COMPILED, ""): name for name in held}
     state = {}
     for name, value in _read_weights(file).items():
         plain = name.replace(COMPILED, "")
         if plain not in actual and plain.startswith(WRAPPED):
             plain = plain.removeprefix(WRAPPED)
-        state[actual.get(plain, plain)] = value
+        name = actual.get(plain, plain)
+        state[name] = held_as(held.get(name), value)
     try:
         model.load_state_dict(state, **kwargs)
     except RuntimeError as error:
@@ -115,8 +118,16 @@ def save_optimizer_file(optimizer: torch.optim.Optimizer, index: int, folder: Pa
 
 
 def load_optimizer_file(optimizer: torch.optim.Optimizer, index: int, folder: Path, map_location: Any) -> None:
-    """Fills an optimizer from its file, read to `map_location` first; its state ends on the devices of its parameters."""
-    optimizer.load_state_dict(read_plain(folder / file_name(OPTIMIZER_NAME, index, ".bin"), f"optimizer {index}", map_location))
+    """Fills an optimizer from its file, read to `map_location` first; its state ends where its parameters are, sharded as they are."""
+    saved = read_plain(folder / file_name(OPTIMIZER_NAME, index, ".bin"), f"optimizer {index}", map_location)
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # torch itself says which groups do not fit.
+    for number, parameter in zip(numbers, parameters, strict=False):
+        values = saved["state"].get(number)
+        if values is not None:
+            saved["state"][number] = {name: held_as(parameter, value) for name, value in values.items()}
+    optimizer.load_state_dict(saved)
 
 
 def write_plain(state: Any, file: Path, what: str) -> None:

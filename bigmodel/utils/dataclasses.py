@@ -22,6 +22,7 @@ from ..training.handlers import (
     ProfileKwargs,
 )
 from ..training.plugins.deepspeed import DeepSpeedPlugin
+from ..training.plugins.fsdp import FullyShardedDataParallelPlugin
 from ..training.plugins.megatron import MegatronLMPlugin
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "DistributedDataParallelKwargs",
     "DistributedType",
     "DynamoBackend",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
