@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,10 +27,11 @@ __all__ = ["compute_in_precision", "prepare_copy", "sync_in_backward"]
 def prepare_copy(accelerator: Accelerator, model: nn.Module, device_placement: bool, evaluation_mode: bool) -> nn.Module:
     """The model ready for forwards in this process, and unless `evaluation_mode` for gradients over all processes.
 
-    A model that bigmodel has dispatched stays where it is. Raises `TrainingError` where its trainable parts would have to be averaged.
+    What is dispatched stays where it is. Raises `TrainingError` where the trainable parts of such a model would have to be averaged, and
+    for a model without values.
     """
     places = sorted({str(place) for place in getattr(model, "hf_device_map", {}).values()})
-    spread = dispatched(model) is not None or len(places) > 1
+    spread = any(dispatched(module) is not None for module in model.modules()) or len(places) > 1
     averaged = accelerator.use_distributed and not evaluation_mode and any(map(_is_trained, model.parameters()))
     if spread and averaged:
         raise TrainingError(
@@ -38,12 +40,38 @@ def prepare_copy(accelerator: Accelerator, model: nn.Module, device_placement: b
             "evaluation_mode=True."
         )
     compute_in_precision(accelerator, model)
-    if device_placement and not spread:
-        model.to(accelerator.device)
+    if device_placement:
+        _refuse_empty(model)
+        if spread:
+            _place(model, accelerator.device)
+        else:
+            model.to(accelerator.device)
     if averaged and not isinstance(model, DistributedDataParallel):
         model = _averaged(accelerator, model)
     plugin = accelerator.state.dynamo_plugin
     return model if plugin is None else compile_model(model, plugin)
+
+
+def _refuse_empty(model: nn.Module) -> None:
+    state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)}
+    empty = [name for name, tensor in state.items() if tensor.device.type == "meta" and not isinstance(tensor, LazyTensor)]
+    if empty:
+        raise TrainingError(
+            f"{type(model).__name__} has no values for {len(empty)} tensors (they are on meta): {', '.join(empty[:10])}. "
+            "Load a checkpoint into it first, with bigmodel.load_checkpoint_and_dispatch or load_checkpoint_in_model."
+        )
+
+
+def _place(module: nn.Module, device: torch.device) -> None:
+    """Moves what is not dispatched."""
+    if dispatched(module) is not None or "hf_device_map" in module.__dict__:
+        return
+    for parameter in module.parameters(recurse=False):
+        parameter.data = parameter.data.to(device)
+    for name, buffer in module.named_buffers(recurse=False):
+        module._buffers[name] = buffer.to(device)
+    for child in module.children():
+        _place(child, device)
 
 
 def _is_trained(parameter: nn.Parameter) -> bool:

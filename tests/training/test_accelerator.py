@@ -425,6 +425,30 @@ def test_models_are_compiled_by_regions_in_half_precision(tmp_path: Path) -> Non
     assert torch.equal(ready(torch.ones(2, 4)), after)
 
 
+def test_a_model_without_values_is_told() -> None:
+    with bigmodel.init_empty_weights():
+        model = network()
+    with pytest.raises(TrainingError, match=r"no values for 4 tensors \(they are on meta\): 0\.weight"):
+        Accelerator(cpu=True).prepare(model)
+
+
+def test_parts_that_are_dispatched_stay_and_the_rest_moves(accelerators: Any) -> None:
+    device = accelerators(1, check_leaks=False)[0]
+    model = network()
+    expected = model(torch.ones(1, 4))
+    bigmodel.cpu_offload(model[0], execution_device=device)
+    accelerator = Accelerator()
+    ready, optimizer = accelerator.prepare(model, torch.optim.SGD(model[2].parameters(), lr=1.0))
+    assert bigmodel.placement(model[0]).offloaded_bytes == 160
+    assert bigmodel.placement(model[0]).resident_bytes == 0
+    assert model[2].weight.device == device
+    outputs = ready(torch.ones(1, 4, device=device))
+    torch.testing.assert_close(outputs.cpu(), expected)
+    accelerator.backward(outputs.sum())
+    optimizer.step()
+    torch.testing.assert_close(model[2].bias.detach().cpu(), network()[2].bias.detach() - 1)
+
+
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")  # the simulator's own
 def test_on_an_accelerator_everything_is_there(accelerators: Any, tmp_path: Path) -> None:
     expected_losses, expected = plain_training(4)
