@@ -125,13 +125,14 @@ class FirstTouch:
             self._advise(start, nbytes, mmap.MADV_HUGEPAGE)
         # Processor time: whoever has to wait for a core has learned nothing of pages.
         before = time.thread_time()
-        self._advise(start, nbytes, POPULATE_WRITE)
+        is_given = self._advise(start, nbytes, POPULATE_WRITE)
         seconds = time.thread_time() - before
-        if whole:
+        if whole and is_given:  # an older kernel cannot be timed like this: pages stay ordinary there
             with self._lock:
                 self._kinds.tell(huge, nbytes, seconds)
 
-    def _advise(self, start: int, nbytes: int, advice: int) -> None:
-        # Refusals make no difference: memory that is not ready is made so when it is written.
+    def _advise(self, start: int, nbytes: int, advice: int) -> bool:
+        """Whether the system did as it was told. Where not, memory gets ready when it is written."""
         assert self._madvise is not None
-        self._madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), ctypes.c_int(advice))
+        refused: int = self._madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), ctypes.c_int(advice))
+        return refused == 0

@@ -108,6 +108,20 @@ def test_what_is_there_already_is_kept() -> None:
     assert torch.equal(values, torch.arange(32 * MiB // 8))
 
 
+@needs_advice
+def test_a_kernel_that_does_not_know_the_advice_gives_ordinary_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POPULATE_WRITE", 99)
+    area = fresh(32 * MiB)
+    asked: list[int] = []
+    real = FirstTouch._advise
+    monkeypatch.setattr(
+        FirstTouch, "_advise", lambda self, start, nbytes, advice: asked.append(advice) or real(self, start, nbytes, advice)
+    )
+    FirstTouch([area]).prepare(area)
+    assert set(asked) == {99}
+    assert resident_bytes(area.data_ptr(), area.numel()) == 0
+
+
 def test_little_memory_and_other_memory_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FirstTouch, "_populate", lambda self, start, end: pytest.fail("it was small"))
     small, other = torch.empty(MiB, dtype=torch.uint8), torch.empty(64 * MiB, dtype=torch.uint8)
