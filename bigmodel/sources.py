@@ -13,7 +13,7 @@ from torch import nn
 
 from .errors import BigModelError, CheckpointError, CheckpointNotFoundError, PlanError
 from .header_dump import read_dump, specs_in
-from .integrations.transformers import build_empty, config_folder, is_config, load_config, resolve_dtype, single_gguf
+from .integrations.transformers import build_empty, config_folder, is_config, load_config, own_quantization, resolve_dtype, single_gguf
 from .loading import Checkpoint
 from .loading.location import HubRepository, RemoteFile, located
 from .planning import skeleton
@@ -93,7 +93,7 @@ def _of_place(place: Path | RemoteFile | HubRepository, wanted: Wanted) -> Tree:
         return _of_gguf(place, wanted) if isinstance(place, Path) and single_gguf(place) else _of_headers(place, None)
     config = _read_config(folder / "config.json")
     try:
-        return _of_config(place, folder, config, wanted)
+        return _of_config(place, folder, wanted)
     except _NoUseError as reason:
         try:
             return _of_headers(place, config, str(reason))
@@ -147,17 +147,28 @@ class _NoUseError(Exception):
     """Why a configuration does not say what there is."""
 
 
-def _of_config(place: Path | RemoteFile | HubRepository, folder: Path, described: Mapping[str, Any], wanted: Wanted) -> Tree:
-    if "quantization_config" in described or "compression_config" in described:
-        raise _NoUseError("The checkpoint is quantized: its tensors are counted as they are stored.")
+def _of_config(place: Path | RemoteFile | HubRepository, folder: Path, wanted: Wanted) -> Tree:
     try:
-        tree = _built(load_config(folder, trust_remote_code=wanted.trust_remote_code), wanted, place)
+        config = load_config(folder, trust_remote_code=wanted.trust_remote_code)
+        if _is_packed(folder, config):
+            raise _NoUseError("The checkpoint is quantized: its tensors are counted as they are stored.")
+        tree = _built(config, wanted, place)
+    except _NoUseError:
+        raise
     # Code of a model from elsewhere, or a configuration of another version, fails in its own words.
     except Exception as error:
         raise _NoUseError(f"Its config.json was of no use ({' '.join(str(error).split())[:200]}).") from error
     if isinstance(place, Path) and place.is_file() and place.name != "config.json":
         _refuse_other_size(tree.model, Checkpoint.open(place))
     return tree
+
+
+def _is_packed(folder: Path, config: Any) -> bool:
+    """Whether a checkpoint fills packed layers, and not a floating model with the values that its packed weights stand for."""
+    try:
+        return own_quantization(folder, config) is not None
+    except CheckpointError:  # of a kind that cannot be loaded; how large it is can be said
+        return True
 
 
 def _built(config: Any, wanted: Wanted, place: Path | RemoteFile | HubRepository | None) -> Tree:

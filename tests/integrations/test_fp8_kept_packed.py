@@ -101,3 +101,16 @@ def test_layers_that_keep_their_weight_transposed_are_left_with_the_reason(tmp_p
     assert packed_layers(model) == {}
     assert "it keeps its weight transposed, which fp8 does not pack" in str(bigmodel.quantization_report(model))
     assert torch.equal(logits(model), logits(from_pretrained(tmp_path / "plain", device_map={"": "cpu"})))
+
+
+@pytest.mark.parametrize("make", [lambda: LlamaForCausalLM(LlamaConfig(**BASE)), lambda: moe(128)], ids=["llama", "experts"])
+def test_plans_count_what_loading_allocates(tmp_path, make):
+    torch.manual_seed(0)
+    folder = in_8bit_floats(make(), tmp_path)
+    for dtype in ("bfloat16", "fp8"):
+        loading = {"quantization": "fp8"} if dtype == "fp8" else {"dtype": dtype}
+        model = from_pretrained(folder, device_map={"": "cpu"}, **loading)
+        planned = bigmodel.plan(folder, {"cpu": "1GB"}, dtype=dtype)
+        assert planned.total_bytes == sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+        again = from_pretrained(folder, device_map=planned, **loading)
+        assert torch.equal(logits(again), logits(model))

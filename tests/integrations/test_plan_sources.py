@@ -75,9 +75,10 @@ def test_without_transformers_headers_and_configuration_have_to_do(folder: Path,
         bigmodel.plan(folder, {0: "1GB"})
 
 
-def test_quantized_checkpoints_are_counted_as_they_are_stored(folder: Path) -> None:
+@pytest.mark.parametrize("method", ["gptq", "bitsandbytes"])
+def test_checkpoints_that_fill_packed_layers_are_counted_as_they_are_stored(folder: Path, method: str) -> None:
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
     made = bigmodel.plan(folder, {0: "1GB"})
     assert made.total_bytes == bigmodel.Checkpoint.open(folder).total_bytes
     assert any("quantized" in note for note in made.notes)

@@ -11,6 +11,7 @@ from .gguf import single_gguf
 from .hub import config_folder
 from .keys import TransformersKeys
 from .pretrained import from_pretrained
+from .quantized import own_quantization
 
 __all__ = [
     "TransformersKeys",
@@ -21,6 +22,7 @@ __all__ = [
     "from_pretrained",
     "is_config",
     "load_config",
+    "own_quantization",
     "resolve_dtype",
     "single_gguf",
 ]

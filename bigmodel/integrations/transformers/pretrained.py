@@ -7,14 +7,14 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...api import load_and_dispatch
 from ...device_map import device_for, unknown_entries
-from ...errors import CheckpointError, MatchError, PlanError
+from ...errors import MatchError, PlanError
 from ...loading import Checkpoint, Reading, match
 from ...modules import tensor_aliases
 from ...placing import DeviceMap, Placing, find_placing
@@ -25,12 +25,10 @@ from .hub import resolve
 from .initialize import initialize_missing
 from .keys import TransformersKeys
 from .package import transformers_module
+from .quantized import own_quantization
 from .ties import untie_different
 
 __all__ = ["from_pretrained"]
-
-FP8_BLOCK: Final = [128, 128]
-"""Rows and columns that share a scale."""
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +105,8 @@ def from_pretrained(
     folder = resolve(path_or_id, revision=revision, local_files_only=local_files_only, trust_remote_code=trust_remote_code)
     overrides = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     config = load_config(folder, trust_remote_code=trust_remote_code, **overrides)
-    own_quantization = _own_quantization(path_or_id, config)
-    quantization = quantization or own_quantization
+    own = own_quantization(path_or_id, config)
+    quantization = quantization or own
     scheme = None if quantization is None else scheme_of(quantization)
     if scheme is not None:
         dtype, scheme = dtype or scheme.dtype, replace(scheme, dtype=None)  # the model is built in it
@@ -167,35 +165,6 @@ def _one_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str |
     if str(dtype).removeprefix("torch.") != str(torch_dtype).removeprefix("torch."):
         raise PlanError(f"dtype={dtype!r} and torch_dtype={torch_dtype!r} are two names of one argument: give one of them.")
     return dtype
-
-
-def _own_quantization(path_or_id: str | os.PathLike[str], config: Any) -> Any:
-    """What the configuration says of a checkpoint that bitsandbytes packed; None where it is not packed. Raises for other libraries'.
-
-    From one of 8-bit floats (DeepSeek's) or 4-bit floats (gpt-oss's) what it says is taken away.
-    """
-    for part in [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]:
-        for attribute in ("quantization_config", "compression_config"):
-            quantization = getattr(part, attribute, None)
-            if not quantization:
-                continue
-            described = quantization if isinstance(quantization, dict) else vars(quantization)
-            method = described.get("quant_method", "unknown method")
-            method = getattr(method, "value", method)
-            if part is config and method == "bitsandbytes":
-                return quantization
-            if part is config and method == "fp8" and described.get("weight_block_size") in (None, FP8_BLOCK, tuple(FP8_BLOCK)):
-                # The model is a floating one, and what loads it multiplies the weights with their scales.
-                delattr(config, attribute)
-                return None
-            if part is config and method == "mxfp4" and getattr(config, "model_type", None) == "gpt_oss":
-                delattr(config, attribute)  # likewise
-                return None
-            raise CheckpointError(
-                f"{os.fspath(path_or_id)} is quantized (its {attribute} says {method}). Of quantized checkpoints of transformers, bigmodel "
-                "reads those of bitsandbytes, of 8-bit floats in blocks of 128, and gpt-oss's own: load the model's unquantized checkpoint."
-            )
-    return None
 
 
 def _settle(model: Any, checkpoint: Checkpoint, rules: TransformersKeys, *, allow_new_weights: bool) -> list[str]:
