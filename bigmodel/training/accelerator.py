@@ -24,7 +24,7 @@ from .accelerator_settings import (
     spreading_plugins,
 )
 from .accelerator_state import AcceleratorState
-from .accelerator_tracking import Tracker, TrackingMethods, chosen_trackers
+from .accelerator_tracking import TrackingMethods
 from .configuration import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
 from .data import prepare_data_loader, skip_first_batches
 from .enums import DynamoBackend, PrecisionType, RNGType
@@ -45,6 +45,8 @@ from .optimizer import AcceleratedOptimizer
 from .preparing import even_batches_set, placements_of, prepared_optimizer, prepared_scheduler
 from .scheduler import AcceleratedScheduler
 from .strategy import Strategy, strategy_for
+from .tracking.chosen import filter_trackers
+from .tracking.tracker import Tracker
 
 __all__ = ["Accelerator"]
 
@@ -64,7 +66,7 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
             `deepspeed_plugin` may be several by name. `deepspeed_plugins` is the same argument.
         rng_types: random generators that are made equal in all processes when a loop over a loader begins: `"torch"`, an
             accelerator's, or `"generator"`, the loader's own (the default).
-        log_with: experiment trackers, started by `init_trackers`.
+        log_with: experiment trackers by name, `"all"` that are installed, or trackers of your own; `init_trackers` starts them.
         project_dir, project_config: where checkpoints and logs go.
         gradient_accumulation_plugin: instead of `gradient_accumulation_steps`, with more choices.
         step_scheduler_with_optimizer: prepared schedulers step where the optimizer does, once for each process; False: at every call.
@@ -93,7 +95,7 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
         fsdp_plugin: Any = None,
         megatron_lm_plugin: Any = None,
         rng_types: Sequence[str | RNGType] | None = None,
-        log_with: Tracker | Sequence[Tracker] | None = None,
+        log_with: str | Tracker | Sequence[str | Tracker] | None = None,
         project_dir: str | PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
@@ -136,7 +138,7 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
         self.rng_types = [str(kind) for kind in (["generator"] if rng_types is None else rng_types)]
         self.step = 0
         self._trigger = None
-        self.log_with = chosen_trackers(log_with)
+        self.log_with = filter_trackers(log_with, self.logging_dir)
         self.trackers = []
         self._models: list[nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []

@@ -2,56 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 from ..errors import TrainingError
 from .accelerator_state import AcceleratorState
+from .configuration import ProjectConfiguration
+from .tracking.chosen import LOGGER_TYPE_TO_CLASS, new_tracker
+from .tracking.tracker import Tracker
 
-__all__ = ["Tracker", "TrackerChoice", "TrackingMethods", "chosen_trackers"]
-
-
-class Tracker(Protocol):
-    """What is asked of a tracker. `main_process_only = False` on its class means one in every process."""
-
-    name: str
-
-    @property
-    def tracker(self) -> Any:
-        """The library's own object."""
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Hyperparameters, once."""
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers and words, at a step."""
-
-    def finish(self) -> None:
-        """The run is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrackerChoice:
-    """A tracker that was asked for, before it is started."""
-
-    name: str
-    main_process_only: bool
-    start: Callable[[str, Mapping[str, Any]], Tracker]
-    """Gives the tracker, from the project's name and the arguments of `init_kwargs` for it."""
-
-
-def chosen_trackers(log_with: Any) -> list[TrackerChoice]:
-    """The trackers of `log_with`: one, or several in a list. Raises `TrainingError` for what is none."""
-    given = [] if log_with is None else list(log_with) if isinstance(log_with, (list, tuple)) else [log_with]
-    return [_as_it_is(each) for each in given]
-
-
-def _as_it_is(tracker: Any) -> TrackerChoice:
-    methods = ("name", "store_init_configuration", "log", "finish")
-    if isinstance(tracker, type) or not all(hasattr(tracker, method) for method in methods):
-        raise TrainingError(f"log_with holds {tracker!r}, which is no tracker: a tracker has {', '.join(methods)}.")
-    return TrackerChoice(tracker.name, getattr(tracker, "main_process_only", True), lambda project_name, kwargs: tracker)
+__all__ = ["TrackingMethods"]
 
 
 class _Silent:
@@ -68,23 +28,34 @@ class TrackingMethods:
     """Trackers of the main process, or of all where a tracker says so."""
 
     state: AcceleratorState
-    log_with: list[TrackerChoice]
+    project_configuration: ProjectConfiguration
+    log_with: list[str | Tracker]
     trackers: list[Tracker]
 
     def init_trackers(
         self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
-        """Starts the trackers of `log_with`.
+        """Starts the trackers of `log_with`; see `GeneralTracker` for trackers of your own.
 
         Args:
             project_name: the run's or the project's name, as each library calls it.
             config: hyperparameters, told to every tracker.
             init_kwargs: a tracker's name → further arguments of its class: `{"wandb": {"tags": ["first"]}}`.
         """
-        here = [choice for choice in self.log_with if self.state.is_main_process or not choice.main_process_only]
-        self.trackers = [choice.start(project_name, (init_kwargs or {}).get(choice.name, {})) for choice in here]
-        if config is not None:
-            for tracker in self.trackers:
+        self.trackers = []
+        for chosen in self.log_with:
+            kind: Any = LOGGER_TYPE_TO_CLASS[chosen] if isinstance(chosen, str) else chosen
+            if not self.state.is_main_process and getattr(kind, "main_process_only", True):
+                continue
+            tracker: Any = (
+                new_tracker(chosen, project_name, self.project_configuration.logging_dir, (init_kwargs or {}).get(chosen, {}))
+                if isinstance(chosen, str)
+                else chosen
+            )
+            if hasattr(tracker, "start"):
+                tracker.start()
+            self.trackers.append(tracker)
+            if config is not None:
                 tracker.store_init_configuration(dict(config))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
@@ -95,7 +66,7 @@ class TrackingMethods:
         for tracker in self.trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
-        if not self.state.is_main_process and any(choice.name == name for choice in self.log_with):
+        if not self.state.is_main_process and any(name == (chosen if isinstance(chosen, str) else chosen.name) for chosen in self.log_with):
             return _Silent()
         started = ", ".join(repr(tracker.name) for tracker in self.trackers) or "none"
         raise TrainingError(f"There is no tracker {name!r}; started by init_trackers: {started}. Name it in log_with.")
