@@ -55,12 +55,20 @@ def outside_compilation(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
+_WHY_SKIPPED = (
+    "bigmodel brings the weights of this module for its forward, which is no part of a graph. Compile the modules whose weights move one "
+    "by one (block.compile(fullgraph=True)), or the model without fullgraph=True"
+)
+"""What torch.compile says where it was asked for one graph."""
+
+
 def _skip(function: Any) -> None:
     """Lets torch.compile neither trace nor inline `function`, but what it calls. (`torch.compiler.disable` would import the compiler.)"""
     frames: Any = torch._C._dynamo.eval_frame
     actions = frames._FrameAction
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(actions.SKIP, actions.DEFAULT))
     function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = _WHY_SKIPPED
 
 
 _disabled: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -140,36 +148,42 @@ class SequentialHook(ModelHook):
         return module
 
 
-class ModuleReference(weakref.ref[nn.Module]):
+class ModuleReference:
     """What stands for a module in what is registered on it: the last reference from outside frees a model, without the cycle collector.
 
-    Copies and pickles refer to the copy of the module.
+    Called, it gives the module, or None. Copies and pickles refer to the copy of the module.
     """
 
-    __slots__ = ()
+    __slots__ = ("_module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)  # torch.compile follows one of this very class
+
+    def __call__(self) -> nn.Module | None:
+        return self._module()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleReference:
-        return type(self)(deepcopy(self(), memo))  # type: ignore[arg-type]
+        return ModuleReference(deepcopy(self._module(), memo))  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self(),)
+        return ModuleReference, (self._module(),)
 
 
 class OwnForward:
     """A module's own `forward`, as a method bound to it would be, which does not keep the module alive."""
 
-    __slots__ = ("__dict__", "__func__", "__weakref__", "_reference")
+    __slots__ = ("__dict__", "__func__", "__weakref__", "_module")
 
     def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
         self.__func__ = function
-        self._reference = ModuleReference(module)
+        self._module = weakref.ref(module)
         for name in functools.WRAPPER_ASSIGNMENTS:
             if hasattr(function, name):
                 setattr(self, name, getattr(function, name))
 
     @property
     def __self__(self) -> nn.Module:
-        module = self._reference()
+        module = self._module()
         if module is None:
             raise DispatchError("The module that this forward belongs to is gone: keep the model as long as it is called.")
         return module

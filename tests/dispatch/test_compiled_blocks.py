@@ -62,3 +62,37 @@ def test_steps_and_blocks_share_what_was_compiled(tmp_path: Path, ring_bytes: in
     assert placement(model).outside_reads == {}
     assert not any("recompile_limit" in record.getMessage() for record in caplog.records)
     torch._dynamo.reset()
+
+
+def dispatched_to_disk(folder: Path) -> tuple[Model, Model]:
+    """The plain model, and the same with everything on disk."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = Model().eval()
+    model = copy.deepcopy(plain)
+    store = FileStore(folder, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
+    return plain, dispatch(model, {"": "disk"}, main_device=torch.device("cpu"), store=store)
+
+
+def test_one_graph_for_each_block_whose_weights_move(tmp_path: Path) -> None:
+    plain, model = dispatched_to_disk(tmp_path)
+    for layer in model.layers:
+        layer._old_forward = torch.compile(layer._old_forward, fullgraph=True, backend="eager")
+    x = torch.randn(2, 5, WIDTH)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(x), plain(x))
+
+
+def test_one_graph_for_a_model_whose_weights_move_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    plain, model = dispatched_to_disk(tmp_path)
+    x = torch.randn(2, 5, WIDTH)
+    with torch.no_grad():
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"block\.compile\(fullgraph=True\)"):
+            torch.compile(model, fullgraph=True, backend="eager")(x)
+        torch._dynamo.reset()
+        assert torch.equal(model(x), plain(x))
+        for layer in model.layers:
+            layer.compile(fullgraph=True, backend="eager")
+        assert torch.equal(model(x), plain(x))
+    torch._dynamo.reset()
