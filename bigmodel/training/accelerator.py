@@ -259,7 +259,7 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
         else:
             self.step += 1
             state.sync_gradients = self.step % state.num_steps == 0
-        if state.sync_gradients or state.sync_each_batch:
+        if state.sync_gradients or state.sync_each_batch or not self.use_distributed:
             yield
             return
         with contextlib.ExitStack() as stack:
