@@ -142,8 +142,9 @@ def _load_models(accelerator: Accelerator, folder: Path, kwargs: dict[str, Any])
 def _load_small(accelerator: Accelerator, folder: Path) -> None:
     for index, scheduler in enumerate(accelerator._schedulers):
         scheduler.load_state_dict(read_plain(folder / file_name(SCHEDULER_NAME, index, ".bin"), f"scheduler {index}"))
-    if accelerator.scaler is not None:
-        accelerator.scaler.load_state_dict(read_plain(folder / SCALER_NAME, "the gradient scaler"))
+    if accelerator.loss_scale is not None:
+        accelerator.loss_scale.update()  # what it owes to steps before is not the loaded scale's
+        accelerator.loss_scale.scaler.load_state_dict(read_plain(folder / SCALER_NAME, "the gradient scaler"))
     for index, thing in enumerate(accelerator._custom_objects):
         thing.load_state_dict(read_plain(folder / f"{CUSTOM_NAME}_{index}.pkl", f"the registered {type(thing).__name__}"))
 

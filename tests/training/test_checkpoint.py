@@ -120,6 +120,19 @@ def test_a_stopped_job_goes_on_to_the_bit(options: dict[str, Any], stop: int, tm
     assert seen == whole
 
 
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_a_job_goes_back_in_the_same_process(precision: str, tmp_path: Path) -> None:
+    job = Job(mixed_precision=precision)
+    steps = job.steps(1)
+    for _ in range(4):
+        next(steps)
+    job.accelerator.save_state(tmp_path)
+    expected = list(steps)  # the loop goes on
+    for _ in range(2):
+        job.accelerator.load_state(tmp_path)
+        assert list(job.steps(1)) == expected
+
+
 def test_skipping_by_hand_gives_the_same_rest(tmp_path: Path) -> None:
     whole = list(Job().steps(2))
     first = Job()
