@@ -18,7 +18,7 @@ from .api import (
     load_checkpoint_and_dispatch,
     save_model,
 )
-from .dispatch import Activity, Timeline, get_parameter, placement, timeline, undispatch, update_parameter
+from .dispatch import Activity, Timeline, execution_devices, get_parameter, placement, timeline, undispatch, update_parameter
 from .errors import (
     BigModelError,
     CheckpointError,
@@ -91,6 +91,7 @@ __all__ = [
     "debug_launcher",
     "disk_offload",
     "dispatch_model",
+    "execution_devices",
     "find_executable_batch_size",
     "from_pretrained",
     "get_parameter",

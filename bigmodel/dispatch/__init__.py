@@ -8,6 +8,7 @@ from .dispatch_hook import DispatchHook
 from .engine import dispatch, dispatched, undispatch
 from .facade import replace_method, show_device_map
 from .full_state_dict import get_state_dict_from_offload, get_state_dict_offloaded_model
+from .functions import execution_devices
 from .hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module, remove_hook_from_submodules
 from .lazy import LazyTensor
 from .movement import find_device, send_to_device
@@ -64,6 +65,7 @@ __all__ = [
     "attach_layerwise_casting_hooks",
     "dispatch",
     "dispatched",
+    "execution_devices",
     "find_device",
     "get_parameter",
     "get_parameter_device",

@@ -22,7 +22,7 @@ from .lazy import LazyTensor
 __all__ = ["DispatchHook"]
 
 _watched: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DispatchHook]] = weakref.WeakKeyDictionary()
-"""The modules of models with accelerators, with the hook that will look after what is put into them."""
+"""The modules of dispatched models, with the hook that will look after what is put into them."""
 
 _watching = threading.Lock()
 _handles: list[Any] = []
@@ -56,10 +56,8 @@ class DispatchHook(AlignDevicesHook):
             self._receive(module)
 
     def watch(self, module: nn.Module) -> None:
-        """Begins to look after `module` and all below it that has no such hook of its own; without accelerators nothing ever moves."""
+        """Begins to look after `module` and all below it that has no such hook of its own."""
         self._watches = True
-        if not self._moving():
-            return
         with _watching:
             if not _handles:
                 _handles.append(register_module_module_registration_hook(_module_registered))
@@ -131,4 +129,6 @@ def _refuse_meta(module: nn.Module, place: str, *, recurse: bool) -> None:
         if tensor.device.type == "meta" and not isinstance(tensor, LazyTensor):
             raise DispatchError(
                 f"{place}.{name} was put into the dispatched model on meta, without values: give it values, or dispatch again with a store."
+                " Code that puts adapters beside offloaded weights, on the device that these answer, goes into `with "
+                "bigmodel.execution_devices():`."
             )

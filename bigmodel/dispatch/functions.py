@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -13,7 +15,7 @@ from .lazy import HANDLERS, METADATA, VIEWERS, LazyTensor
 from .origin import CPU, Origin
 from .views import View, alike, iterate, view_by_strides, view_of
 
-__all__ = ["fill_tables"]
+__all__ = ["execution_devices", "fill_tables"]
 
 
 def _alias(func: Any, args: Any, kwargs: Any) -> Any:
@@ -179,8 +181,27 @@ def _is_meta(func: Any, args: Any, kwargs: Any) -> bool:
     return False
 
 
+_shows_execution_devices: ContextVar[bool] = ContextVar("shows_execution_devices", default=False)
+
+
+@contextlib.contextmanager
+def execution_devices() -> Iterator[None]:
+    """Within the context, in this thread, offloaded weights answer `.device` with the device that they run on, instead of `meta`.
+
+    For code that puts something of its own beside a weight, where the weight says that it is: adapters, for instance.
+    """
+    token = _shows_execution_devices.set(True)
+    try:
+        yield
+    finally:
+        _shows_execution_devices.reset(token)
+
+
 def _device(func: Any, args: Any, kwargs: Any) -> Any:
-    """Meta between forwards; in the forward of an embedding that rests, the device that it runs on, where it puts what it makes."""
+    """Meta between forwards; the device that it runs on in the forward of an embedding that rests, which puts there what it makes, and
+    within `execution_devices`."""
+    if _shows_execution_devices.get():
+        return args[0].origin.device
     group = args[0].origin.group() if args[0].origin.group is not None else None
     return args[0].origin.device if group is not None and group.is_looked_up else torch.device("meta")
 
