@@ -112,7 +112,7 @@ class Strategy:
             )
         return Join([model for model in models if isinstance(model, Joinable)], throw_on_early_termination=False)
 
-    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
         """Scales gradients down to a common norm of at most `max_norm`. Returns the norm before, a tensor of no dimensions."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 

@@ -8,6 +8,8 @@ from .constants import *  # noqa: F403
 from .constants import __all__ as _constants
 from .dataclasses import *  # noqa: F403
 from .dataclasses import __all__ as _dataclasses
+from .deepspeed import *  # noqa: F403
+from .deepspeed import __all__ as _deepspeed
 from .environment import *  # noqa: F403
 from .environment import __all__ as _environment
 from .imports import *  # noqa: F403
@@ -33,6 +35,7 @@ __all__ = [
     *_bnb,
     *_constants,
     *_dataclasses,
+    *_deepspeed,
     *_environment,
     *_imports,
     *_memory,

@@ -97,6 +97,7 @@ class DeepSpeedPlugin:
             self.deepspeed_config.setdefault("msamp", {"enabled": True, "opt_level": self.msamp_opt_level})
         self._selected = False
         self._announced: HfDeepSpeedConfig | None = None
+        self._filled: dict[str, Any] = {}
 
     def _read_environment(self) -> set[str]:
         """Fills the fields that are None. Returns those that a variable says something of."""
@@ -226,6 +227,15 @@ class DeepSpeedPlugin:
                 "The DeepSpeed config and the training script differ: " + "; ".join(found) + ". Write 'auto' in the config, or one value."
             )
 
+    def _completed(self, values: dict[str, Any]) -> dict[str, Any]:
+        """A copy of the config for an engine. What was `"auto"` is filled in the plugin's own as well, anew at each call."""
+        for name, value in self._filled.items():
+            if self.get_value(name) == value:
+                self.hf_ds_config.set_value(name, AUTO)
+        self._filled = {name: values[name] for name in leaves(self.deepspeed_config) if self.is_auto(name) and name in values}
+        self.deepspeed_config_process(**values)
+        return copy.deepcopy(self.deepspeed_config)
+
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Writes the precision into the config: `"no"`, `"fp16"`, `"bf16"`, `"fp8"` (bf16 beside the 8-bit formats).
 
@@ -237,9 +247,6 @@ class DeepSpeedPlugin:
             there = section.get("enabled", AUTO)
             if there == AUTO:
                 section["enabled"] = enabled
-                # Outside of the engine tensors are in float32, and those that a forward is given are cast.
-                if word == "fp16" and enabled:
-                    section.setdefault("auto_cast", True)
             elif mixed_precision != "no" and there is not enabled:
                 raise TrainingError(
                     f"mixed_precision={mixed_precision!r}, but {word}.enabled is {there!r} in the DeepSpeed config: write 'auto' there, "
