@@ -48,8 +48,6 @@ def loop(accelerator: Accelerator, parts: tuple[Any, ...], batches: int | None =
     model, optimizer, loader, scheduler = parts
     seen = []
     for number, (inputs, targets) in enumerate(loader):
-        if number == batches:
-            break
         with accelerator.accumulate(model):
             loss = nn.functional.mse_loss(model(inputs), targets)
             accelerator.backward(loss)
@@ -60,6 +58,8 @@ def loop(accelerator: Accelerator, parts: tuple[Any, ...], batches: int | None =
             scheduler.step()
             optimizer.zero_grad()
         seen.append(float(accelerator.reduce(loss.detach(), reduction="mean")))
+        if number + 1 == batches:
+            break
     return seen
 
 
@@ -75,8 +75,7 @@ def alone(steps: int, max_norm: float | None = None, epochs: int = 1) -> list[fl
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     parts = prepared(accelerator, 8)
     # A schedule steps once for each process.
-    model, optimizer, loader, scheduler = parts
-    scheduler.scheduler.gamma = 0.9**2
+    parts[3].scheduler.gamma = 0.9**2
     return [value for _ in range(epochs) for value in loop(accelerator, parts, max_norm=max_norm)]
 
 

@@ -16,7 +16,7 @@ from ...constants import MODEL_NAME
 from ...errors import CheckpointNotFoundError, TrainingError
 from ..strategy import Strategy
 from ..training_files import COMPILED, file_name
-from .deepspeed_engine import check_parts, make_engine
+from .deepspeed_engine import check_parts, deepspeed_module, make_engine
 from .deepspeed_stand_ins import DummyOptim, DummyScheduler
 from .deepspeed_values import agree_on_accumulation, batch_size_of, prepared_values
 from .deepspeed_wrappers import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
@@ -222,14 +222,13 @@ class DeepSpeedStrategy(Strategy):
         if not (self._is_engine(model) and self.is_sharded):
             return super().state_dict(model, unwrap)
         self._refuse_unwanted_gathering()
-        from deepspeed.zero import GatheredParameters
-
+        gathered = deepspeed_module().zero.GatheredParameters
         module = self.unwrap(model, keep_torch_compile=False)
         kept: dict[int, torch.Tensor] = {}  # ties stay ties
         state: dict[str, Any] = {}
         for name, value in module.state_dict(keep_vars=True).items():
             if id(value) not in kept:
-                with GatheredParameters([value]) if isinstance(value, nn.Parameter) else contextlib.nullcontext():
+                with gathered([value]) if isinstance(value, nn.Parameter) else contextlib.nullcontext():
                     kept[id(value)] = value.detach().to("cpu", copy=True) if self.accelerator.is_main_process else value
             state[name.replace(COMPILED, "")] = kept[id(value)]
         return state if self.accelerator.is_main_process else {}
@@ -278,9 +277,7 @@ class DeepSpeedStrategy(Strategy):
             super().save_weights(model, folder, max_shard_size, safe_serialization)
             return
         self._refuse_unwanted_gathering()
-        from deepspeed.zero import GatheredParameters
-
-        with GatheredParameters(list(model.parameters())):
+        with deepspeed_module().zero.GatheredParameters(list(model.parameters())):
             super().save_weights(model, folder, max_shard_size, safe_serialization)
 
     def release(self) -> None:
