@@ -12,6 +12,8 @@ from .deepspeed import *  # noqa: F403
 from .deepspeed import __all__ as _deepspeed
 from .environment import *  # noqa: F403
 from .environment import __all__ as _environment
+from .fsdp_utils import *  # noqa: F403
+from .fsdp_utils import __all__ as _fsdp_utils
 from .imports import *  # noqa: F403
 from .imports import __all__ as _imports
 from .memory import *  # noqa: F403
@@ -37,6 +39,7 @@ __all__ = [
     *_dataclasses,
     *_deepspeed,
     *_environment,
+    *_fsdp_utils,
     *_imports,
     *_memory,
     *_modeling,

@@ -17,9 +17,17 @@ from torch.utils.data import DataLoader, TensorDataset
 from bigmodel.errors import CheckpointError, MatchError, TrainingError
 from bigmodel.training.accelerator import Accelerator
 from bigmodel.training.accelerator_state import AcceleratorState
+from bigmodel.training.configuration import TorchDynamoPlugin
 from bigmodel.training.gradient_state import GradientState
 from bigmodel.training.handlers import GradScalerKwargs
 from bigmodel.training.plugins.fsdp import FullyShardedDataParallelPlugin
+from bigmodel.training.plugins.fsdp_functions import (
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    merge_fsdp_weights,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+)
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -225,6 +233,81 @@ def test_saved_models_load_without_processes(processes: Sizes, tmp_path: Path) -
     assert all(ranks[0][0][name].equal(value) for name, value in values.items())
     assert ranks[0][1].startswith("CheckpointError")
     assert ranks[1][1].startswith("TrainingError: save_model failed in process 0")
+
+
+def saved_by_hand(folder: str) -> dict[str, torch.Tensor]:
+    job = Job(SHARDED)
+    job.train(1)
+    plugin = job.accelerator.state.fsdp_plugin
+    weights, states = job.weights(), [parameter.full_tensor() for parameter in _momenta(job)]
+    save_fsdp_model(plugin, job.accelerator, job.model, folder)
+    save_fsdp_optimizer(plugin, job.accelerator, job.optimizer, job.model, folder)
+    job.train(1)
+    assert not all(now.full_tensor().equal(then) for now, then in zip(_momenta(job), states, strict=True))
+    load_fsdp_model(plugin, job.accelerator, job.model, folder)
+    load_fsdp_optimizer(plugin, job.accelerator, job.optimizer, job.model, folder)
+    now = job.weights()
+    assert all(now[name].equal(value) for name, value in weights.items())
+    assert all(now.full_tensor().equal(then) for now, then in zip(_momenta(job), states, strict=True))
+    with pytest.raises(TrainingError, match="adapter_only=True"):
+        save_fsdp_model(plugin, job.accelerator, job.model, folder, adapter_only=True)
+    with pytest.raises(TrainingError, match="not the accelerator's own"):
+        save_fsdp_model(FullyShardedDataParallelPlugin(), job.accelerator, job.model, folder)
+    return weights
+
+
+def _momenta(job: Job) -> list[Any]:
+    return [job.optimizer.state[parameter]["exp_avg"] for parameter in job.model.parameters()]
+
+
+def test_parts_are_saved_by_hand_and_merged_without_processes(processes: Sizes, tmp_path: Path) -> None:
+    weights = processes(2).run(saved_by_hand, str(tmp_path / "parts"))[0]
+    merge_fsdp_weights(tmp_path / "parts", tmp_path / "merged", remove_checkpoint_dir=True)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == weights.keys()
+    assert all(merged[name].equal(value) for name, value in weights.items())
+    assert not (tmp_path / "parts").exists()
+    with pytest.raises(CheckpointError):
+        merge_fsdp_weights(tmp_path / "merged", tmp_path / "again")
+
+
+def llama(rank_settings: dict[str, Any] | None, **arguments: Any) -> tuple[list[float], list[str], list[int]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plugin = None if rank_settings is None else FullyShardedDataParallelPlugin(**rank_settings)
+    accelerator = Accelerator(cpu=True, split_batches=True, fsdp_plugin=plugin, **arguments)
+    torch.manual_seed(2)
+    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1, tie_word_embeddings=True, pad_token_id=None))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ids = torch.randint(0, 31, (12, 6), generator=torch.Generator().manual_seed(1))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(ids), batch_size=4))
+    losses = []
+    for (batch,) in loader:
+        loss = model(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    units = [name for name, module in model.named_modules() if type(module).__name__.startswith("FSDP")]
+    model.eval()
+    return losses, units, model.generate(ids[:1, :3], max_new_tokens=4, do_sample=False)[0].tolist()
+
+
+def test_a_transformers_model_by_its_own_classes(processes: Sizes) -> None:
+    losses, _, tokens = llama(None)
+    for found in processes(2).run(llama, {"auto_wrap_policy": "transformer_based_wrap", "activation_checkpointing": True}):
+        torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(losses), rtol=1e-4, atol=1e-5)
+        assert found[1] == ["", "model.layers.0", "model.layers.1"]
+        assert found[2] == tokens
+
+
+@pytest.mark.parametrize("regional", [True, False])
+def test_compiled_it_learns_the_same(processes: Sizes, regional: bool) -> None:
+    alone = trained(None)
+    plugin = TorchDynamoPlugin(backend="EAGER", use_regional_compilation=regional)
+    assert_close(processes(2).run(trained, BLOCKS, dynamo_plugin=plugin), alone, 2e-5)
 
 
 def from_main(efficient: bool) -> tuple[list[torch.Tensor], str]:

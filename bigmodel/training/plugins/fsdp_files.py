@@ -19,6 +19,7 @@ from ..sharded_values import whole
 from ..training_files import file_name, write_plain
 
 __all__ = [
+    "Shapes",
     "load_optimizer_parts",
     "load_parts",
     "parts_folder",
@@ -107,7 +108,7 @@ def save_whole_weights(model: nn.Module, folder: Path, max_shard_size: int | str
     with together("save_model"):
         try:
             if writes:
-                write_model(_Shapes(state), folder, convert_file_size_to_int(max_shard_size), safe_serialization, fetch=fetch)
+                write_model(Shapes(state), folder, convert_file_size_to_int(max_shard_size), safe_serialization, fetch=fetch)
         finally:
             if dist.get_rank() == 0:
                 wanted[0] = None
@@ -116,7 +117,7 @@ def save_whole_weights(model: nn.Module, folder: Path, max_shard_size: int | str
                 next_one()
 
 
-class _Shapes(nn.Module):
+class Shapes(nn.Module):
     """Whole tensors in the place of parts, without values: what a file of the model is laid out by."""
 
     def __init__(self, state: Mapping[str, Any]):
