@@ -345,6 +345,26 @@ def test_the_main_processs_weights_are_everybodys(processes: Sizes, efficient: b
     assert "failed in process 0" in messages[1]
 
 
+def largest(settings: dict[str, Any] | None) -> tuple[float, float, float]:
+    """Norms of all gradients by two powers, and the largest gradient after cutting: of a model with a part that cannot be halved."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=None if settings is None else FullyShardedDataParallelPlugin(**settings))
+    torch.manual_seed(0)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)))
+    accelerator.backward(model(torch.ones(2, 3)).square().sum())
+    by_size = accelerator.clip_grad_norm_(model.parameters(), 100.0, float("inf")).item()
+    by_sum = accelerator.clip_grad_norm_(model.parameters(), 1e-3, 1).item()
+    after = accelerator.clip_grad_norm_(model.parameters(), 1.0, 1).item()
+    return by_size, by_sum, after
+
+
+@pytest.mark.parametrize("settings", [{}, {"sharding_strategy": "NO_SHARD"}, {"ignored_modules": "1"}])
+def test_norms_are_of_the_whole_model_by_any_power(processes: Sizes, settings: dict[str, Any]) -> None:
+    expected = largest(None)
+    for found in processes(2).run(largest, settings):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+
+
 def more_of_it(folder: str) -> None:
     job = Job({**BLOCKS, "state_dict_config": None})
     assert job.accelerator.unwrap_model(job.model) is job.model

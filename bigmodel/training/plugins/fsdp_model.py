@@ -106,6 +106,7 @@ class _Filling:
         self._owners = owners_of(model)
         self._device = device
         self._from_main = from_main
+        self._filled: set[int] = set()
         empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
         with together("Preparing a model"):
             if empty and (PartialState().is_main_process or not from_main):
@@ -127,15 +128,17 @@ class _Filling:
         if not self._from_main:
             return
         for parameter in list(module.parameters()):
-            if isinstance(parameter, DTensor):
+            if isinstance(parameter, DTensor) or id(parameter) in self._filled:
                 continue
             values = self._sent(parameter.data)
-            if not parameter.is_meta:
+            if parameter.is_meta:
+                made = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                for owner, key in self._owners[id(parameter)]:
+                    owner._parameters[key] = made
+                self._filled.add(id(made))
+            else:
                 parameter.data = values
-                continue
-            made = nn.Parameter(values, requires_grad=parameter.requires_grad)
-            for owner, key in self._owners[id(parameter)]:
-                owner._parameters[key] = made
+                self._filled.add(id(parameter))
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
         made = (

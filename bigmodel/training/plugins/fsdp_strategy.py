@@ -131,7 +131,8 @@ class FullyShardedStrategy(Strategy):
         gradients: list[Any] = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm_type = float(norm_type)
         local = [gradient.to_local() if is_sharded(gradient) else gradient for gradient in gradients]
-        parts = [part for part, gradient in zip(local, gradients, strict=True) if is_sharded(gradient)]
+        # Of what is smaller than the number of processes some have nothing, which has no largest number.
+        parts = [part for part, gradient in zip(local, gradients, strict=True) if is_sharded(gradient) and part.numel()]
         others = [part for part, gradient in zip(local, gradients, strict=True) if not is_sharded(gradient)]
         device = self.accelerator.device
         total = torch.nn.utils.get_total_norm(parts, norm_type).to(device)
