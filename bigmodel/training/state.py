@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import wraps
@@ -237,6 +239,14 @@ def _start_group(
     dist.init_process_group(
         backend or dist.get_default_backend_for_device(device), init_method=init_method, timeout=timeout, rank=rank, world_size=world
     )
+    atexit.register(_end_group)
+
+
+def _end_group() -> None:
+    """Ends the group with the process: threads of gloo that still run then would abort it now and then, after all its work is done."""
+    # After an error the launcher ends the others; the end of a group might wait for them.
+    if dist.is_initialized() and getattr(sys, "last_type", None) is None:
+        dist.destroy_process_group()
 
 
 def wait_for_everyone() -> None:

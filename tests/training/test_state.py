@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +18,7 @@ from processes import Processes
 
 from bigmodel.errors import TrainingError
 from bigmodel.training.enums import DistributedType, PrecisionType
+from bigmodel.training.environment import get_free_port
 from bigmodel.training.state import PartialState, wait_for_everyone
 
 
@@ -31,6 +35,20 @@ def test_one_process_is_the_first_and_the_last() -> None:
     state.wait_for_everyone()
     with state.split_between_processes([1, 2, 3]) as share:
         assert share == [1, 2, 3]
+
+
+def test_the_group_of_a_launched_process_ends_with_it() -> None:
+    script = (
+        "import atexit, torch.distributed as dist\n"
+        "from bigmodel import PartialState\n"
+        "atexit.register(lambda: print(dist.is_initialized()))\n"
+        "PartialState(cpu=True)\n"
+        "print(dist.is_initialized())\n"
+    )
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+    environment = {**os.environ, **launched, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.split() == ["True", "False"]
 
 
 def test_ranks_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
