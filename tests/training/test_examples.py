@@ -75,3 +75,10 @@ def test_sharded_in_half_precision_with_accumulation(processes: Sizes) -> None:
     for losses in processes(2).run(losses_of, "--spread", "fsdp", *HALF, timeout=200):
         assert_close(losses, alone("--accumulate", "2"), 0.05)
         assert losses != alone("--accumulate", "2")
+
+
+def test_with_deepspeed(processes: Sizes, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    for losses in processes(2).run(losses_of, "--spread", "deepspeed", "--accumulate", "2", "--output", str(tmp_path), timeout=200):
+        assert_close(losses, alone("--accumulate", "2"), 1e-4)
+    assert load_file(tmp_path / "model.safetensors")["encoder.layer.5.output.dense.weight"].shape == (384, 1536)
