@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from typing import Any
 
-from bigmodel import TrainingError
+import pytest
+import torch
+from processes import Processes
+
+from bigmodel import Accelerator, TrainingError
 from bigmodel.utils import MegatronLMPlugin
 
 
@@ -78,3 +83,56 @@ def test_what_cannot_be_is_refused() -> None:
         MegatronLMPlugin(tp_degree=0)
     with pytest.raises(TrainingError, match=r"recompute_granularity='all'"):
         MegatronLMPlugin(recompute_granularity="all")
+
+
+def test_training_is_refused_with_what_trains_here_instead() -> None:
+    with pytest.raises(TrainingError, match=r"computes on CUDA devices, and this process on the CPU.*FullyShardedDataParallelPlugin"):
+        Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())
+    assert Accelerator(cpu=True).num_processes == 1  # nothing is left of it
+
+
+def groups_and_config() -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    with pytest.raises(TrainingError, match=r"2 processes are no multiple of 4.*tp_degree 2 x pp_degree 2"):
+        MegatronLMPlugin(tp_degree=2, pp_degree=2).initialize_model_parallel()
+    plugin = MegatronLMPlugin(tp_degree=2, sequence_parallelism=True, hidden_dropout=0.1)
+    plugin.set_mixed_precision("bf16")
+    plugin.initialize_model_parallel()
+    config = plugin.transformer_config(num_layers=2, hidden_size=32, num_attention_heads=4, attention_dropout=0.2)
+    with pytest.raises(TrainingError, match=r"TransformerConfig has no hidden_sizes"):
+        plugin.transformer_config(num_layers=2, hidden_sizes=32)
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    # The layer norms of Transformer Engine, for accelerators, take parts of sequences; torch's do not.
+    whole = plugin.transformer_config(num_layers=2, hidden_size=32, num_attention_heads=4, sequence_parallel=False)
+    model = GPTModel(config=whole, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=16)
+    shape = tuple(model.decoder.layers[0].mlp.linear_fc1.weight.shape)
+    parallel_state.destroy_model_parallel()
+    names = (
+        "tensor_model_parallel_size",
+        "sequence_parallel",
+        "hidden_dropout",
+        "attention_dropout",
+        "params_dtype",
+        "recompute_granularity",
+    )
+    return {name: getattr(config, name) for name in names} | {"shape": shape}
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.filterwarnings("ignore")
+def test_megatron_core_shares_a_model_as_the_plugin_says(processes: Callable[[int], Processes]) -> None:
+    pytest.importorskip("megatron.core")
+    for found in processes(2).run(groups_and_config, timeout=120):
+        assert found == {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "hidden_dropout": 0.1,
+            "attention_dropout": 0.2,
+            "params_dtype": torch.bfloat16,
+            "recompute_granularity": None,
+            "shape": (64, 32),  # half of the 128 rows
+        }

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from ...errors import TrainingError
 from ...settings import word_as_bool
+from .megatron_core import start_model_parallel, transformer_config
 
 __all__ = ["MegatronLMPlugin"]
 
@@ -287,6 +288,26 @@ class MegatronLMPlugin:
             self.megatron_lm_default_args[mixed_precision] = True
         if mixed_precision == "bf16":
             self.DDP_impl = self.megatron_lm_default_args["DDP_impl"] = "local"
+
+    def initialize_model_parallel(self) -> None:
+        """Divides the processes of the default group into megatron-core's groups, by the degrees of this plugin.
+
+        Raises:
+            MissingPackageError: no megatron-core.
+            TrainingError: no process group, or one that copies of the model do not divide.
+        """
+        start_model_parallel(self)
+
+    def transformer_config(self, **sizes: Any) -> Any:
+        """megatron-core's `TransformerConfig` of this plugin's arguments and `sizes` (`num_layers`, `hidden_size`, …).
+
+        `sizes` count before the plugin's. Weights are made on the host where there is no accelerator.
+
+        Raises:
+            MissingPackageError: no megatron-core.
+            TrainingError: names that `TransformerConfig` does not have.
+        """
+        return transformer_config(self, sizes)
 
 
 def _from_environment(name: str, usual: Any) -> Any:
