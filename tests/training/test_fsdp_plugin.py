@@ -26,7 +26,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from bigmodel.errors import TrainingError
+from bigmodel.training.accelerator_settings import spreading_plugins
 from bigmodel.training.accelerator_state import AcceleratorState
+from bigmodel.training.config_file import LaunchSettings, launch_environment
 from bigmodel.training.enums import DistributedType
 from bigmodel.training.plugins.fsdp import FullyShardedDataParallelPlugin
 from bigmodel.training.plugins.fsdp_units import ignored_modules, units_of
@@ -201,6 +203,20 @@ def test_the_environment_says_what_is_not_given(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "perhaps")
     with pytest.raises(TrainingError, match="FSDP_OFFLOAD_PARAMS: 'perhaps'"):
         Plugin()
+
+
+def test_what_bigmodel_launch_sets_makes_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    config["fsdp_transformer_layer_cls_to_wrap"] = "Block"
+    for name, word in launch_environment(LaunchSettings(distributed_type="FSDP", fsdp_config=config)).items():
+        monkeypatch.setenv(name, word)
+    found = spreading_plugins(False, deepspeed_plugin=None, fsdp_plugin=None, megatron_lm_plugin=None)
+    assert found == {
+        "fsdp_plugin": Plugin(
+            sharding_strategy="SHARD_GRAD_OP", auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
+        )
+    }
+    assert found["fsdp_plugin"].reshard_after_forward is False
 
 
 class Block(nn.Module):
