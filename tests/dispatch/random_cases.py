@@ -105,8 +105,10 @@ def random_map(choice: random.Random, model: RandomModel, places: list[Any]) -> 
 
 def smallest_ring_bytes(model: RandomModel, device_map: dict[str, Any], arguments: dict[str, Any]) -> int:
     """The ring that the error for one that is too small asks for; 0 where nothing passes through. One byte less is refused as well."""
+    # A copy in RAM shares its bytes with the model, which then computes on its own copies of them: as long as it lives, both need a ring.
+    copied = copy.deepcopy(model)
     try:
-        dispatch(copy.deepcopy(model), device_map, ring_bytes=0, **arguments)
+        dispatch(copied, device_map, ring_bytes=0, **arguments)
     except DispatchError as error:
         said = str(error)
     else:
