@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import BigModelError, CheckpointError
+from .first_touch import FirstTouch
 from .host_memory import empty_tensor
 from .match import Match
 from .reader import Reader
@@ -50,7 +51,7 @@ class _Target:
     """First index of the part in each dimension."""
 
 
-def exchange(model: nn.Module, match: Match | None, error: BigModelError | None, *, rank0_reads: bool) -> None:
+def exchange(model: nn.Module, match: Match | None, error: Exception | None, *, rank0_reads: bool) -> None:
     """Fills `model` (with the same tensors in all processes; of DTensors each holds its part) in a call that all processes make.
 
     With `rank0_reads`, process 0 alone has a `match` and reads; otherwise each reads 1/N of the bytes. `error` is what went wrong before:
@@ -64,18 +65,19 @@ def exchange(model: nn.Module, match: Match | None, error: BigModelError | None,
     dist.broadcast_object_list(told, src=0)
     dtypes, aliases = told
     device = _link_device()
-    targets = {name: _target(model, name, dtype) for name, dtype in dtypes.items()}
+    targets = _targets(model, dtypes)
+    first_touch = FirstTouch(target.local for target in targets.values())
     readers = 1 if rank0_reads else dist.get_world_size()
     reader = Reader(None if match is None else match.identities)
     rank = dist.get_rank()
     try:
         for round_ in _rounds(targets, readers):
             own = None
-            failure: BigModelError | None = None
+            failure: Exception | None = None
             if rank < len(round_):
                 try:
                     own = _read(reader, transfers[round_[rank].name], round_[rank])
-                except BigModelError as problem:
+                except Exception as problem:  # whatever it is, the others must not wait for it
                     failure = problem
             _agree(failure)
             for source, chunk in enumerate(round_):
@@ -84,7 +86,7 @@ def exchange(model: nn.Module, match: Match | None, error: BigModelError | None,
                 sent = own if own is not None and source == rank else torch.empty(shape, dtype=target.local.dtype)
                 sent = sent.to(device)
                 dist.broadcast(sent.view(-1).view(torch.uint8), src=source)
-                _put(target, chunk, sent)
+                _put(target, chunk, sent, first_touch)
     finally:
         reader.close()
     with Replacement(model) as replacement:
@@ -105,15 +107,19 @@ def _is_renewed(target: _Target) -> bool:
     return target.before.is_meta or target.before.dtype != target.local.dtype
 
 
-def _agree(error: BigModelError | None) -> None:
+def _agree(error: Exception | None) -> None:
     """Raises in all processes when one has an error."""
     found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, None if error is None else str(error))
+    dist.all_gather_object(found, None if error is None else _words(error))
     if error is not None:
         raise error
     for rank, message in enumerate(found):
         if message is not None:
             raise CheckpointError(f"Rank {rank} could not load: {message}")
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, BigModelError) else f"{type(error).__name__}: {error}"
 
 
 def _link_device() -> torch.device:
@@ -122,6 +128,18 @@ def _link_device() -> torch.device:
     if "gloo" in backend or "mpi" in backend or not torch.accelerator.is_available():
         return torch.device("cpu")
     return torch.device(str(torch.accelerator.current_accelerator()), torch.accelerator.current_device_index())
+
+
+def _targets(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, _Target]:
+    """Memory for everything, or an error in all processes."""
+    targets: dict[str, _Target] = {}
+    failure: Exception | None = None
+    try:
+        targets = {name: _target(model, name, dtype) for name, dtype in dtypes.items()}
+    except Exception as problem:  # memory that one process does not get, a model that differs from the others'
+        failure = problem
+    _agree(failure)
+    return targets
 
 
 def _target(model: nn.Module, name: str, dtype: torch.dtype) -> _Target:
@@ -164,7 +182,7 @@ def _read(reader: Reader, transfer: Transfer, chunk: _Chunk) -> torch.Tensor:
     return values
 
 
-def _put(target: _Target, chunk: _Chunk, values: torch.Tensor) -> None:
+def _put(target: _Target, chunk: _Chunk, values: torch.Tensor, first_touch: FirstTouch) -> None:
     """Copies what this process holds of the chunk."""
     local = target.local
     if not local.dim():
@@ -175,4 +193,6 @@ def _put(target: _Target, chunk: _Chunk, values: torch.Tensor) -> None:
     if low >= high or local.numel() == 0:
         return
     inner = tuple(slice(start, start + size) for start, size in zip(target.start[1:], local.shape[1:], strict=True))
-    local[low - target.start[0] : high - target.start[0]].copy_(values[(slice(low - chunk.start, high - chunk.start), *inner)])
+    rows = local[low - target.start[0] : high - target.start[0]]
+    first_touch.prepare(rows)
+    rows.copy_(values[(slice(low - chunk.start, high - chunk.start), *inner)])

@@ -18,7 +18,7 @@ from ..atomic import folder_to_write, write_atomically
 from ..constants import OFFLOAD_INDEX_NAME
 from ..device_map import normalized, unknown_entries
 from ..devices import DeviceKey
-from ..errors import BigModelError, PlanError
+from ..errors import PlanError
 from ..progress import ProgressCallback
 from ..protocols import Packer
 from .checkpoint import Checkpoint
@@ -218,16 +218,17 @@ def load_together(
     others need no files. Whole tensors are whole in all processes; of a DTensor (FSDP2, tensor parallelism) each gets its part. Beside
     what stays, a process holds a few MiB. Rules, dtypes and `strict` as in `load`.
 
-    Raises the errors of `load` in the process where they happen and `CheckpointError`, naming it, in all others; no model has changed then.
+    Raises the errors of `load`, and those of the caller's rules, in the process where they happen and `CheckpointError`, naming it, in all
+    others; no model has changed then.
     """
     found: Match | None = None
-    error: BigModelError | None = None
+    error: Exception | None = None
     if not rank0_reads or torch.distributed.get_rank() == 0:
         try:
             found = match(model, Checkpoint.open(checkpoint), rules, dtype_of=dtype_of)
             found.check(strict=strict)
             _report_unexpected(model, found)
-        except BigModelError as problem:
+        except Exception as problem:  # of any kind (rules are the caller's code): the others must not wait for this process
             error = problem
     exchange(model, found, error, rank0_reads=rank0_reads)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from bigmodel.errors import CheckpointError
-from bigmodel.loading import Checkpoint, init_empty_weights, load, load_checkpoint_in_model, load_together
+from bigmodel.loading import Checkpoint, SameNames, exchange, init_empty_weights, load, load_checkpoint_in_model, load_together
+from bigmodel.loading.first_touch import FirstTouch
 
 WIDTH = 1024
 
@@ -160,6 +163,57 @@ def failing(folder: str) -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+def failing_rules(folder: str) -> None:
+    class Broken(SameNames):
+        def sources(self, *args: object, **kwargs: object) -> NoReturn:
+            raise LookupError("a rule of the caller's own")
+
+    rank = torch.distributed.get_rank()
+    model = empty()
+    with pytest.raises(LookupError if rank == 1 else CheckpointError, match="a rule of the caller's own") as caught:
+        load_together(model, folder, rules=Broken() if rank == 1 else None)
+    assert rank == 1 or "Rank 1 could not load: LookupError" in str(caught.value)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def without_memory(folder: str) -> None:
+    rank = torch.distributed.get_rank()
+    model = empty()
+    real = exchange.empty_tensor
+
+    def refused(*args: object) -> NoReturn:
+        raise RuntimeError("not enough memory")
+
+    exchange.empty_tensor = refused if rank == 1 else real
+    try:
+        with pytest.raises(RuntimeError if rank == 1 else CheckpointError, match="not enough memory"):
+            load_together(model, folder)
+    finally:
+        exchange.empty_tensor = real
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def first_touched(folder: str) -> None:
+    """Every process asks for the memory of what it holds, before values come there."""
+    prepared = 0
+    real = FirstTouch._populate
+
+    def populate(self: FirstTouch, start: int, end: int) -> None:
+        nonlocal prepared
+        prepared += end - start
+        real(self, start, end)
+
+    model = empty()
+    FirstTouch._populate = populate
+    try:
+        load_together(model, folder)
+    finally:
+        FirstTouch._populate = real
+    assert_values(model)
+    # Of a block that two allocations share, one part is asked for.
+    assert prepared > 0.7 * sum(parameter.nbytes for parameter in model.parameters()) or not hasattr(mmap, "MADV_HUGEPAGE")
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
@@ -167,7 +221,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+WORKS = [shared_reads, rank0_reads, fully_sharded, tensor_parallel, failing, failing_rules, without_memory, first_touched]
+
+
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("work", [shared_reads, rank0_reads, fully_sharded, tensor_parallel, failing], ids=lambda work: work.__name__)
+@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
 def test_processes(work: Callable[[str], None], count: int, saved: Path, processes: Callable[[int], Processes]) -> None:
     processes(count).run(work, str(saved), timeout=300)
