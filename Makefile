@@ -43,6 +43,7 @@ bench: .venv-bench/.installed  ## side by side with accelerate; its own environm
 	.venv-bench/bin/python benchmarks/prediction.py
 	.venv-bench/bin/python benchmarks/quantization.py
 	.venv-bench/bin/python benchmarks/planning.py
+	.venv-bench/bin/python benchmarks/training.py
 
 docs: $(VENV)/.installed  ## runs every example in README and docs
 	$(BIN)/python -m pytest tests/docs
