@@ -1,7 +1,7 @@
 """A prepared training loop over the bare torch loop, collectives on nested structures, and prepared loaders, beside accelerate.
 
 Run: `make bench`, or this file alone. Every process uses one thread. A worker measures the bare loop and the library's in turns, epoch by
-epoch, and the weights that come out of both are compared. Alone, a process of one thread waits for nobody, so its times are processor times,
+epoch, and the weights that come out of both are compared. Alone, a process of one thread waits for nobody: its times are processor times,
 which other work on the machine hardly changes; two processes wait for each other, so theirs are wall times. At the end stands which of the
 figures asked for hold. `--json FILE` keeps all figures. Environment: `BIGMODEL_BENCH_ROUNDS` (fresh processes of each side, default 3).
 """
