@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def deepspeed_module() -> Any:
 
 def start_group() -> None:
     """One process without a launcher forms a group of its own, so that the same script runs."""
+    os.environ.setdefault("LOCAL_RANK", str(PartialState().local_process_index))  # DeepSpeed asks launchers by it
     if not dist.is_initialized():
         backend = dist.get_default_backend_for_device(PartialState().device)
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
@@ -98,7 +100,6 @@ def make_engine(plugin: DeepSpeedPlugin, values: dict[str, Any], model: nn.Modul
     """
     deepspeed = deepspeed_module()
     _check_machine(plugin)
-    start_group()
     config = plugin._completed(values)
     arguments: dict[str, Any] = {}
     if optimizer is None:
@@ -118,8 +119,7 @@ def make_engine(plugin: DeepSpeedPlugin, values: dict[str, Any], model: nn.Modul
         arguments["lr_scheduler"] = scheduler.lr_scheduler_callable
     if plugin.hf_ds_config.is_zero3() and plugin.transformer_moe_cls_names:
         deepspeed.utils.set_z3_leaf_modules(model, _classes(model, plugin.transformer_moe_cls_names))
-    with patch_environment(LOCAL_RANK=PartialState().local_process_index):
-        engine, *_ = deepspeed.initialize(model=model, config=config, **arguments)
+    engine, *_ = deepspeed.initialize(model=model, config=config, **arguments)
     for word, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         if config.get(word, {}).get("enabled") is True:
             _compute_in(engine.module, dtype)

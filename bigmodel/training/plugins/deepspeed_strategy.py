@@ -16,7 +16,7 @@ from ...constants import MODEL_NAME
 from ...errors import CheckpointNotFoundError, TrainingError
 from ..strategy import Strategy
 from ..training_files import COMPILED, file_name
-from .deepspeed_engine import check_parts, deepspeed_module, make_engine
+from .deepspeed_engine import check_parts, deepspeed_module, make_engine, start_group
 from .deepspeed_stand_ins import DummyOptim, DummyScheduler
 from .deepspeed_values import agree_on_accumulation, batch_size_of, prepared_values
 from .deepspeed_wrappers import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
@@ -41,6 +41,9 @@ class DeepSpeedStrategy(Strategy):
         self._engines: list[Any] = []
         self._synchronizes: bool | None = None
         agree_on_accumulation(accelerator, accelerator.deepspeed_plugin)
+        # Before an engine is made, transformers may build models sharded.
+        deepspeed_module()
+        start_group()
 
     @property
     def is_sharded(self) -> bool:  # type: ignore[override]
