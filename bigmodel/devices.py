@@ -57,6 +57,9 @@ DeviceKey: TypeAlias = int | str
 CPU_RESIDENT: Final = "cpu:resident"
 """In a device map: rests in RAM and runs there. Beside an accelerator, `"cpu"` alone means that the weights travel there to run."""
 
+COLLECTIVE_NAMES: Final = frozenset({"cpu", "npu", "mlu", "sdaa", "musa", "xpu", "hpu", "neuron"})
+"""Types of devices after which the ecosystem names a way to train in several processes."""
+
 
 def accelerator_type() -> str | None:
     """The type of this machine's accelerators (`"cuda"`, `"xpu"`, `"npu"`, …), or None where there is none."""
@@ -217,8 +220,8 @@ def pci_address(device: torch.device) -> str | None:
 
 
 def collective_name(device: torch.device) -> str:
-    """What the ecosystem calls processes that each drive such a device: `MULTI_` and this."""
-    return "GPU" if device.type == "cuda" else device.type.upper()
+    """What the ecosystem calls processes that each drive such a device: `MULTI_` and this; GPU, where it has no word of their own."""
+    return device.type.upper() if device.type in COLLECTIVE_NAMES else "GPU"
 
 
 def computes_bf16(device: torch.device) -> bool:

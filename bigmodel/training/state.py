@@ -36,7 +36,7 @@ class PartialState:
 
     Args:
         cpu: compute on the CPU although there is an accelerator.
-        backend: of `torch.distributed`; None: the one that torch names for the device (`gloo` on CPU).
+        backend: of `torch.distributed`; None: the one that torch names for the device (`gloo` on CPU, and where it names none).
         init_method: as in `torch.distributed.init_process_group`; None: the environment's rendezvous.
         timeout: of collectives; None: torch's.
 
@@ -236,10 +236,15 @@ def _start_group(
             f"This is process {rank} of {world} by the environment, but MASTER_ADDR and MASTER_PORT do not tell where they meet. "
             "Start the script with torchrun, or set both."
         )
-    dist.init_process_group(
-        backend or dist.get_default_backend_for_device(device), init_method=init_method, timeout=timeout, rank=rank, world_size=world
-    )
+    dist.init_process_group(backend or _backend_for(device), init_method=init_method, timeout=timeout, rank=rank, world_size=world)
     atexit.register(_end_group)
+
+
+def _backend_for(device: torch.device) -> str:
+    try:
+        return dist.get_default_backend_for_device(device)
+    except ValueError:  # a device that torch knows no collectives for: tensors travel through the host
+        return "gloo"
 
 
 def _end_group() -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from processes import Processes
 
 from bigmodel.errors import TrainingError
+from bigmodel.training.collectives import gather
 from bigmodel.training.enums import DistributedType, PrecisionType
 from bigmodel.training.environment import get_free_port
 from bigmodel.training.state import PartialState, wait_for_everyone
@@ -69,6 +70,23 @@ def test_words_are_their_values() -> None:
     assert "bf17" not in PrecisionType
     assert str(PrecisionType.BF16) == "bf16"
     assert PrecisionType.list() == ["no", "fp8", "fp16", "bf16"]
+
+
+LAUNCHED_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+def test_a_device_without_a_word_of_its_own_trains_in_a_group(accelerators: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = accelerators(1)[0]
+    for name, value in {**LAUNCHED_ALONE, "MASTER_PORT": str(get_free_port()), "GLOO_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
+    state = PartialState()
+    try:
+        assert (state.device, state.backend, state.distributed_type) == (device, "gloo", DistributedType.MULTI_GPU)
+        state.wait_for_everyone()
+        gathered = gather(torch.arange(3, device=device))
+        assert (gathered.device, gathered.tolist()) == (device, [0, 1, 2])
+    finally:
+        state.destroy_process_group()
 
 
 Ranks = Callable[[int], Processes]
