@@ -78,6 +78,8 @@ def hub(checkpoint_folder) -> Iterator[Hub]:
         "owner/broken": broken,
         "owner/holes": holes,
         "owner/gated": single,
+        "owner/gguf": {"README.md": b"", "tiny.gguf": b"a file"},
+        "owner/ggufs": {"config.json": files["config.json"], "q4.gguf": b"one file", "deep/q8.gguf": b"another"},
     }
     with Hub(repositories, gated=frozenset({"owner/gated"})) as running:
         yield running
@@ -113,6 +115,28 @@ def test_other_formats_revisions_and_code(tmp_path, hub):
     assert {file.name for file in Path(single).iterdir()} == {"config.json", "pytorch_model.bin"}
     assert at_commit == with_code
     assert (Path(with_code) / "modeling_special.py").is_file()
+
+
+def test_a_gguf_file_is_fetched_where_there_is_nothing_else_or_it_is_named(tmp_path, hub):
+    calls = [
+        {"name": "owner/gguf"},
+        {"name": "hf://owner/ggufs/deep/q8.gguf"},
+        {"name": "owner/ggufs@main"},
+        {"name": "hf://owner/llama/onnx"},
+    ]
+    (_, only), (_, named), several, inside = resolved(tmp_path, calls, hub.endpoint)
+    assert Path(only).name == "tiny.gguf"
+    assert Path(only).read_bytes() == b"a file"
+    assert Path(named).read_bytes() == b"another"
+    assert several[0] == "CheckpointError"
+    assert "deep/q8.gguf, q4.gguf. Name the one that is meant: 'hf://owner/ggufs@main/deep/q8.gguf'" in several[1]
+    assert inside[0] == "CheckpointError"
+    assert "'owner/llama'" in inside[1]
+    before = list(hub.fetched)
+    cached = resolved(tmp_path, calls[:2], "http://127.0.0.1:9", HF_HUB_OFFLINE="1")
+    assert cached == [["folder", only], ["folder", named]]
+    assert resolved(tmp_path, [calls[0] | {"local_files_only": True}], hub.endpoint) == [["folder", only]]
+    assert hub.fetched == before
 
 
 def test_what_cannot_be_fetched_is_explained(tmp_path, hub):

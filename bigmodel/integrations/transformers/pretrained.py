@@ -64,7 +64,7 @@ def from_pretrained(
 
     Args:
         path_or_id: a folder with `config.json` and weights, a GGUF file (or a folder with one alone), or the id of a model on the
-            Hugging Face hub.
+            Hugging Face hub (`owner/name`; one with a single GGUF file as well, otherwise `hf://owner/name/file.gguf` names it).
         device_map: a map of module names to devices, one device for all, or how to find a map (`"auto"`, `"balanced"`,
             `"balanced_low_0"`, `"sequential"`); None loads to CPU.
         max_memory: what each device may hold (`{0: "10GiB", "cpu": "30GiB"}`); measured where it is not given.
