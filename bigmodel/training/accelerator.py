@@ -25,6 +25,7 @@ from .accelerator_settings import (
 )
 from .accelerator_state import AcceleratorState
 from .accelerator_tracking import TrackingMethods
+from .accumulating import Accumulation
 from .configuration import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
 from .data import prepare_data_loader, skip_first_batches
 from .enums import DynamoBackend, PrecisionType, RNGType
@@ -244,28 +245,14 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
 
     # The loop
 
-    @contextlib.contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+    def accumulate(self, *models: nn.Module) -> contextlib.AbstractContextManager[None]:
         """One batch: forward, backward, `optimizer.step()`, `scheduler.step()` and `optimizer.zero_grad()` go inside.
 
         Every `gradient_accumulation_steps` batches, and at the last batch of a loader, gradients are synchronized and the optimizer steps;
         between, steps do nothing and gradients of `models` stay in this process. Losses are divided by the number of steps in `backward`,
         so a group that the end of the loader cuts short counts less.
         """
-        state = self.gradient_state
-        if state.sync_with_dataloader and state.end_of_dataloader:
-            self.step = 0
-            state.sync_gradients = True
-        else:
-            self.step += 1
-            state.sync_gradients = self.step % state.num_steps == 0
-        if state.sync_gradients or state.sync_each_batch or not self.use_distributed:
-            yield
-            return
-        with contextlib.ExitStack() as stack:
-            for model in models:
-                stack.enter_context(self.strategy.no_sync(model))
-            yield
+        return Accumulation(self, models)
 
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Gradients of backwards inside stay in this process, to be added up; without several processes it does nothing."""

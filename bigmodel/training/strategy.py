@@ -93,7 +93,8 @@ class Strategy:
 
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Backwards of the model inside keep their gradients in this process."""
-        no_sync = getattr(model, "no_sync", None)
+        # Asking a module for what it does not have is slow.
+        no_sync = getattr(model, "no_sync", None) if self.accelerator.use_distributed else None
         return contextlib.nullcontext() if no_sync is None else no_sync()
 
     def sync_in_backward(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
