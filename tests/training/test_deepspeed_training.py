@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import Processes
+from processes import Processes, RanksFailed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,6 +16,7 @@ from bigmodel import Accelerator, DeepSpeedPlugin, TrainingError
 from bigmodel.training.accelerator_state import AcceleratorState
 from bigmodel.training.gradient_state import GradientState
 from bigmodel.training.plugins.deepspeed_stand_ins import DummyOptim, DummyScheduler
+from bigmodel.utils import TorchDynamoPlugin
 
 pytest.importorskip("deepspeed")
 
@@ -362,3 +363,26 @@ def test_transformers_builds_a_model_sharded_from_the_start(processes: Sizes, tm
         assert sharded
         assert difference < 1e-6
         assert equal
+
+
+def compiled(stage: int) -> tuple[list[float], int]:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    fresh()
+    compiler = TorchDynamoPlugin(backend="eager")
+    compiler.to_kwargs = lambda: {"backend": backend}  # type: ignore[method-assign]
+    accelerator = Accelerator(cpu=True, dynamo_plugin=compiler, deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage))
+    return loop(accelerator, prepared(accelerator, 4)), len(graphs)
+
+
+def test_a_compiled_engine_computes_the_same(processes: Sizes) -> None:
+    expected = alone(1)
+    for losses, graphs in processes(2).run(compiled, 2):
+        assert graphs > 0
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
+    with pytest.raises(RanksFailed, match="ZeRO stage 3 brings each module's parameters"):
+        processes(2).run(compiled, 3)

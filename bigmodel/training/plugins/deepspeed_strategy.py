@@ -14,6 +14,9 @@ from torch.utils.data import DataLoader
 
 from ...constants import MODEL_NAME
 from ...errors import CheckpointNotFoundError, TrainingError
+from ...modules import find_blocks
+from ..compiling import compile_in_place
+from ..enums import DynamoBackend
 from ..strategy import Strategy
 from ..training_files import COMPILED, file_name
 from .deepspeed_engine import check_parts, deepspeed_module, make_engine, start_group
@@ -134,6 +137,13 @@ class DeepSpeedStrategy(Strategy):
 
     def _engine(self, model: nn.Module, values: dict[str, Any], optimizer: Any, scheduler: Any) -> Any:
         accelerator = self.accelerator
+        compiler = accelerator.state.dynamo_plugin
+        if compiler is not None and compiler.backend != DynamoBackend.NO and accelerator.deepspeed_plugin.hf_ds_config.is_zero3():
+            raise TrainingError(
+                f"ZeRO stage 3 brings each module's parameters when its forward begins, which backend {str(compiler.backend)!r} would not "
+                "see: train without dynamo_plugin and dynamo_backend, or with ZeRO stage 2."
+            )
+        compile_in_place(model, compiler, map(model.get_submodule, find_blocks(model)))
         engine = make_engine(accelerator.deepspeed_plugin, values, model, optimizer, scheduler)
         self._engines.append(engine)
         accelerator._models.append(engine)

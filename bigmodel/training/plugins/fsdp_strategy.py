@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...dispatch import dispatched
 from ...errors import TrainingError
 from ...loading.sharded import is_sharded
-from ..enums import DynamoBackend
+from ..compiling import compile_in_place
 from ..replicated import compute_in_precision
 from ..sharded_values import held_as, whole
 from ..strategy import Strategy
@@ -83,12 +83,9 @@ class FullyShardedStrategy(Strategy):
     def _compile(self, model: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
 
-        plugin = self.accelerator.state.dynamo_plugin
-        if plugin is None or plugin.backend == DynamoBackend.NO:
-            return
-        units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
-        for module in units if plugin.use_regional_compilation and units else [model]:
-            module.compile(**plugin.to_kwargs())  # in place: names stay, and gathering happens outside of the graphs
+        # In place, so that names stay, and gathering happens outside of the graphs.
+        units = (module for module in model.modules() if isinstance(module, FSDPModule) and module is not model)
+        compile_in_place(model, self.accelerator.state.dynamo_plugin, units)
 
     def adopt_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Puts new parameters in the place of those that were sharded, and their parts of states in the place of whole ones."""
