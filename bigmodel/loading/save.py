@@ -53,8 +53,15 @@ def save_model(
     together when they are complete, and shards of an earlier save are removed then; an error leaves the folder as it was.
 
     Returns the files. Raises `CheckpointError` for tensors without values (on meta), for what is no tensor, for values that `fetch` gives
-    with another shape or dtype, and for a folder that cannot be written (a file in the way, a full disk).
+    with another shape or dtype, for metadata that are not text, and for a folder that cannot be written (a file in the way, a full disk).
     """
+    if "://" in str(folder):
+        raise CheckpointError(f"{folder}: models are saved into a folder on this machine. Save there, and upload the files.")
+    for key, value in (metadata or {}).items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise CheckpointError(
+                f"metadata {{{key!r}: {value!r}}}: files hold text under names alone. Use str({key!r}) and str({value!r})."
+            )
     folder = Path(folder)
     tensors = _tensors(model)
     kept, aliases = without_aliases(tensors)

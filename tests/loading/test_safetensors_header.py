@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 from bigmodel.errors import CheckpointError, CheckpointNotFoundError
-from bigmodel.loading import Checkpoint
+from bigmodel.loading import Checkpoint, load_checkpoint_in_model, save_model
 
 Write = Callable[..., Path]
 
@@ -40,6 +41,35 @@ def test_entries_point_at_the_bytes(tmp_path: Path) -> None:
         assert content[entry.offset : entry.offset + entry.nbytes] == tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+def test_pairs_of_4_bit_numbers_are_counted_as_torch_counts_them(tmp_path: Path) -> None:
+    pairs = torch.arange(32, dtype=torch.uint8).view(4, 8).view(torch.float4_e2m1fn_x2)
+    save_file({"w": pairs}, tmp_path / "x.safetensors")
+    entry = Checkpoint.open(tmp_path / "x.safetensors").entries["w"]
+    assert (entry.shape, entry.dtype, entry.nbytes) == ((4, 8), torch.float4_e2m1fn_x2, 32)
+    model = nn.Module()
+    model.register_buffer("w", torch.zeros_like(pairs.view(torch.uint8)).view(pairs.dtype))
+    load_checkpoint_in_model(model, tmp_path / "x.safetensors")
+    assert torch.equal(model.w.view(torch.uint8), pairs.view(torch.uint8))
+    save_model(model, tmp_path / "saved")
+    again = load_file(tmp_path / "saved" / "model.safetensors")["w"]
+    assert again.dtype == pairs.dtype
+    assert torch.equal(again.view(torch.uint8), pairs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin", ".gguf"])
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n", "pointer of git LFS.*git lfs pull"),
+        (b"\n<!DOCTYPE html><html><head></head></html>", "a web page, not a checkpoint"),
+    ],
+)
+def test_what_comes_in_the_place_of_a_file_is_called_by_its_name(tmp_path: Path, suffix: str, content: bytes, says: str) -> None:
+    (tmp_path / f"model{suffix}").write_bytes(content)
+    with pytest.raises(CheckpointError, match=says):
+        Checkpoint.open(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("header", "data", "says"),
     [
@@ -55,6 +85,8 @@ def test_entries_point_at_the_bytes(tmp_path: Path) -> None:
         ({"a": one([1 << 70], 0, 4)}, b"x" * 4, "impossible shape"),
         ({"a": one([1] * 70, 0, 4)}, b"x" * 4, "impossible shape"),
         ({"a": one([1], 0, 4, "F33")}, b"x" * 4, "unknown dtype 'F33'"),
+        ({"a": one([3], 0, 2, "F4")}, b"xx", "last dimension should be even"),
+        ({"a": one([], 0, 1, "F4")}, b"x", "last dimension should be even"),
         ({"a": {"dtype": "F32"}}, b"", "lacks"),
         ({"a": 3}, b"", "lacks"),
         ([1, 2], b"", "not a JSON object"),

@@ -6,6 +6,7 @@ import json
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -192,3 +193,17 @@ def test_a_folder_in_place_of_a_file(filled: nn.Module, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"folders are in the way of the files model-00002-of-00002\.safetensors"):
         save_model(filled, tmp_path, 4000)
     assert [path.name for path in tmp_path.iterdir()] == ["model-00002-of-00002.safetensors"]
+
+
+@pytest.mark.parametrize("metadata", [{"step": 3}, {3: "step"}])
+def test_metadata_that_no_reader_would_take_are_refused(filled: nn.Module, tmp_path: Path, metadata: dict[Any, Any]) -> None:
+    with pytest.raises(CheckpointError, match="files hold text"):
+        save_model(filled, tmp_path / "saved", metadata=metadata)
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_url_is_no_folder(filled: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="s3://bucket/model: models are saved into a folder on this machine"):
+        save_model(filled, "s3://bucket/model")
+    assert list(tmp_path.iterdir()) == []

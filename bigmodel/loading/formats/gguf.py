@@ -20,7 +20,7 @@ import torch
 from ...errors import CheckpointError, CheckpointNotFoundError, MissingPackageError
 from ..entry import Entry, Packed
 from ..location import CheckpointFile
-from .header import Header
+from .header import START_BYTES, Header, foreign
 
 __all__ = ["GgufFormat"]
 
@@ -84,7 +84,7 @@ class GgufFormat:
         """See `RangedFormat` and `read_header`."""
         cursor = _Cursor(file, size_bytes, read)
         if cursor.take(4) != MAGIC:
-            raise CheckpointError(f"{file}: does not begin like a GGUF file.")
+            raise CheckpointError(f"{file}: {foreign(read(0, START_BYTES)) or 'does not begin like a GGUF file.'}")
         version = cursor.number("<I")
         if version not in VERSIONS:
             raise CheckpointError(f"{file}: GGUF version {version}, or written on a big-endian machine; known are {VERSIONS}.")

@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from ..entry import Entry
 from ..location import CheckpointFile
 
-__all__ = ["Format", "Header", "RangedFormat"]
+__all__ = ["START_BYTES", "Format", "Header", "RangedFormat", "foreign"]
+
+START_BYTES: Final = 64
+"""Of a file, that tell what it is."""
+
+
+def foreign(start: bytes) -> str | None:
+    """What came in the place of a checkpoint's file, by the file's first bytes, and what to do; None for what is not known by them."""
+    if start.startswith(b"version https://git-lfs"):
+        return "a pointer of git LFS, not the file that it stands for. Fetch that with `git lfs pull`, or download it by its own link."
+    if start.lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        return "a web page, not a checkpoint: what was downloaded is perhaps the page about the file, or one to log in. Get it again."
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from ...protocols import TensorSpec
 from ..entry import Entry
 from ..json_text import parse_object
 from ..location import CheckpointFile
-from .header import Header
+from .header import START_BYTES, Header, foreign
 
 __all__ = ["SafetensorsFormat", "lay_out"]
 
@@ -53,11 +53,14 @@ DTYPES: Final[dict[str, torch.dtype]] = {
         "F8_E8M0": "float8_e8m0fnu",
         "F8_E4M3FNUZ": "float8_e4m3fnuz",
         "F8_E5M2FNUZ": "float8_e5m2fnuz",
+        "F4": "float4_e2m1fn_x2",
     }.items()
     if hasattr(torch, attribute)
 }
 DTYPE_NAMES: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES.items()}
 """torch dtype → its name in a safetensors header."""
+PAIRS: Final = "F4"
+"""Two of its numbers are an element of torch's, and a byte; headers count the numbers, torch the pairs, along the last dimension."""
 
 
 def lay_out(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
@@ -72,7 +75,12 @@ def lay_out(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tup
         if spec.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{name!r} is {spec.dtype}, which safetensors cannot hold; use safe_serialization=False.")
         nbytes = math.prod(spec.shape) * spec.dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [position, position + nbytes]}
+        shape = list(spec.shape)
+        if DTYPE_NAMES[spec.dtype] == PAIRS:
+            if not shape:
+                raise CheckpointError(f"{name!r} is {spec.dtype} without dimensions, which safetensors cannot hold.")
+            shape[-1] *= 2
+        header[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": shape, "data_offsets": [position, position + nbytes]}
         position += nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -112,6 +120,8 @@ class SafetensorsFormat:
             raise CheckpointError(f"{file}: expected at least 8 bytes, found {len(start)}; the file is empty or truncated.")
         header_bytes = int.from_bytes(start, "little")
         if header_bytes > MAX_HEADER_BYTES:
+            if (found := foreign(read(0, START_BYTES))) is not None:
+                raise CheckpointError(f"{file}: {found}")
             raise CheckpointError(
                 f"{file}: its header claims {header_bytes} bytes, more than the {MAX_HEADER_BYTES} that safetensors allows; "
                 "this is no safetensors file, or a damaged one."
@@ -156,6 +166,12 @@ def _entry(name: str, value: Any, data_start: int, file: CheckpointFile) -> Entr
     if not _is_size(begin) or not _is_size(end) or begin > end:
         raise CheckpointError(f"{file}: {name!r} has impossible offsets [{str(begin)[:40]}, {str(end)[:40]}].")
     dtype = DTYPES[dtype_name]
+    if dtype_name == PAIRS:
+        if not shape or shape[-1] % 2:
+            raise CheckpointError(
+                f"{file}: {name!r} has the shape {shape}, whose last dimension should be even: two {dtype_name} are a byte."
+            )
+        shape = [*shape[:-1], shape[-1] // 2]
     needed = math.prod(shape) * dtype.itemsize
     if needed != end - begin:
         raise CheckpointError(

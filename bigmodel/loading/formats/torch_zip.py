@@ -18,7 +18,7 @@ import torch
 
 from ...errors import CheckpointError, CheckpointNotFoundError
 from ..entry import Entry, span_elements
-from .header import Header
+from .header import START_BYTES, Header, foreign
 
 __all__ = ["TorchZipFormat"]
 
@@ -80,7 +80,12 @@ def _records(file: Path) -> list[_Record]:
         with open(file, "rb") as stream:
             size_bytes = stream.seek(0, 2)
             stream.seek(0)
-            if stream.read(2) != ZIP_MAGIC:
+            start = stream.read(START_BYTES)
+            if not start.startswith(ZIP_MAGIC):
+                if not size_bytes:
+                    raise CheckpointError(f"{file}: the file is empty. Get it again.")
+                if (found := foreign(start)) is not None:
+                    raise CheckpointError(f"{file}: {found}")
                 raise CheckpointError(
                     f"{file}: not an archive of torch 1.6 or later. If torch can read it, convert it once: "
                     f"torch.save(torch.load({str(file)!r}, weights_only=True), {str(file)!r})."
