@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -15,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from .errors import QuantizationError
 from .loading import (
     Checkpoint,
     DtypeOf,
@@ -125,7 +127,10 @@ def quantized_load(
     chosen = chosen_by(scheme.format, model)
     _tell_of_idle_names(model, scheme)
     rule = _dtype_rule(scheme, dtype, dtype_of)
-    file = None if not packed_cache else _packed_file(checkpoint, scheme, dtype, packed_cache)
+    names = [*(f"{name}.weight" for name in (*chosen.packed, *chosen.tables)), *chosen.stacks]
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    dtypes = [(name, str(weights[name].dtype if dtype is None else as_dtype(dtype))) for name in names]
+    file = None if not packed_cache else _packed_file(checkpoint, scheme, dtypes, packed_cache)
     yield QuantizedLoad(rule, rules, scheme, WeightPacker(scheme.format, chosen.packed, chosen.stacks, chosen.tables), file)
 
 
@@ -143,18 +148,27 @@ def _dtype_rule(scheme: Scheme, dtype: torch.dtype | str | None, dtype_of: Dtype
     return rule
 
 
-def _packed_file(checkpoint: Checkpoint, scheme: Scheme, dtype: torch.dtype | str | None, cache: bool | str | Path) -> Path:
-    """The file for these weights in this format: its name tells files, their sizes and times, and all that decides the packed bytes."""
+def _packed_file(checkpoint: Checkpoint, scheme: Scheme, weights: list[tuple[str, str]], cache: bool | str | Path) -> Path:
+    """The file for these weights (name, dtype) in this format: its name tells files, their sizes and times, and what is packed of which dtype.
+
+    Raises `QuantizationError` where there is none and none can be written.
+    """
     location = Path(str(checkpoint.location))
     folder = (location if location.is_dir() else location.parent) / CACHE_FOLDER if cache is True else Path(str(cache))
     content = [
         sorted((str(file), str(identity)) for file, identity in checkpoint.identities.items()),
         repr(replace(scheme.format, skip_modules=None, kept=())),
-        str(dtype),
+        sorted(weights),
         "" if scheme.format.library is None else version(scheme.format.library),
     ]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
-    return folder / f"{scheme.format.name}-{key}.safetensors"
+    file = folder / f"{scheme.format.name}-{key}.safetensors"
+    there = next(parent for parent in file.parents if parent.exists())
+    if not file.exists() and not os.access(there, os.W_OK):
+        raise QuantizationError(
+            f"{folder}: packed weights cannot be kept there, {there} may not be written to. Give another folder as `packed_cache`, or none."
+        )
+    return file
 
 
 def _tell_of_idle_names(model: nn.Module, scheme: Scheme) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Final
 
 import torch
 
@@ -15,7 +17,7 @@ from ..errors import CheckpointError
 from ..progress import Progress
 from ..protocols import Packer, TensorSpec
 from .checkpoint import Checkpoint
-from .entry import FileIdentity
+from .entry import Entry, FileIdentity
 from .host_memory import empty_tensor
 from .keys import Whole
 from .location import CheckpointFile
@@ -29,6 +31,8 @@ __all__ = ["PackedWeights", "bring_packed", "kept_packed"]
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
+PACKED_FROM: Final = "packed_from"
+"""In the metadata of a file of packed weights: what tells which tensors they were packed from, and how."""
 
 
 @dataclass(slots=True)
@@ -55,12 +59,32 @@ def kept_packed(file: Path | None, weights: Mapping[str, Transfer], packer: Pack
         kept = Checkpoint.open(file)
     except CheckpointError:
         return None
+    if kept.metadata.get(PACKED_FROM) != _packed_from(weights):
+        return None
     for name, transfer in weights.items():
         for each, spec in packer.kept(name, _spec(transfer)).items():
             entry = kept.entries.get(each)
             if entry is None or (entry.shape, entry.dtype) != (spec.shape, spec.dtype):
                 return None
     return kept
+
+
+def _packed_from(weights: Mapping[str, Transfer]) -> str:
+    """The same text for weights that are made of the same views of the same tensors of a checkpoint, in the same dtypes."""
+    return hashlib.sha256(json.dumps(sorted((name, _described(transfer)) for name, transfer in weights.items())).encode()).hexdigest()
+
+
+def _described(transfer: Transfer) -> list[Any]:
+    pieces: list[Any] = []
+    for piece in transfer.pieces:
+        origin = piece.origin
+        if isinstance(origin, Entry):
+            made_of: list[Any] = [origin.name, str(origin.dtype)]
+        else:
+            called = getattr(origin.function, "__qualname__", type(origin.function).__name__)
+            made_of = [called, [_described(part) for part in origin.inputs]]
+        pieces.append([piece.start, piece.shape, piece.source_offset, piece.source_strides, made_of])
+    return [transfer.shape, str(transfer.dtype), pieces]
 
 
 def bring_packed(
@@ -85,7 +109,7 @@ def bring_packed(
         result.folder = PrivateFolder()
         file = result.folder.path / "packed.safetensors"
     with _stream(file if written else None) as stream:
-        target = None if stream is None else TensorFile(stream, written, {"format": "pt"})
+        target = None if stream is None else TensorFile(stream, written, {"format": "pt", PACKED_FROM: _packed_from(weights)})
         jobs = [(transfer, devices[name] or CPU) for name, transfer in weights.items()]
         for name, tensors in pack_weights(reader, jobs, packer, progress):
             for each in tensors if target is not None else ():

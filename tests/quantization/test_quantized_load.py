@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+from dataclasses import replace
 
 import bitsandbytes
 import pytest
@@ -12,16 +14,19 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from bigmodel import (
+    Checkpoint,
     MatchError,
     PlanError,
     QuantizationError,
     cpu_offload,
     dispatch_model,
+    load_and_dispatch,
     load_checkpoint_and_dispatch,
     placement,
     save_model,
     undispatch,
 )
+from bigmodel.loading import Whole
 from bigmodel.measure import PeakPrivateMemory
 from bigmodel.planning import plan
 from bigmodel.quantization import BnbQuantizationConfig, packed_layers, scheme_of, weight_format
@@ -158,6 +163,50 @@ def test_a_second_load_reads_the_kept_packed_weights(tmp_path, config):
     saved_net(tmp_path)  # written anew: another checkpoint, as far as anybody can tell
     load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map={"": "cpu"}, quantization=config, packed_cache=True)
     assert len(list((tmp_path / ".bigmodel-packed").iterdir())) == 2
+
+
+def test_kept_packed_weights_are_those_of_the_same_dtype_layers_and_rules(tmp_path):
+    saved_net(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    swap = {"layers.0.up": "layers.1.up", "layers.1.up": "layers.0.up"}
+
+    class Swapped:
+        def sources(self, entries, targets):
+            found = {}
+            for name in targets:
+                module, _, last = name.rpartition(".")
+                found[name] = Whole(f"{swap.get(module, module)}.{last}")
+            return found, []
+
+    loads = [
+        {"dtype": torch.float32},
+        {"dtype": torch.float16},
+        {"dtype": "float16", "rules": Swapped()},
+        {"dtype_of": lambda name, spec, in_file: torch.bfloat16},
+        {"net": torch.bfloat16},
+        {"net": torch.float16},
+        {"dtype": torch.float32, "quantization": replace(NF4, skip_modules=["layers.1"])},
+        {"dtype": torch.float32, "quantization": replace(NF4, skip_modules=[], pack_embeddings=True)},
+    ]
+
+    def packed_bytes(cache, net=torch.float32, quantization="nf4", **arguments):
+        model = load_and_dispatch(
+            empty_net(net), checkpoint, device_map={"": "cpu"}, quantization=quantization, packed_cache=cache, **arguments
+        )
+        return {name: tensor.clone() for name, tensor in model.named_parameters()}
+
+    expected = [packed_bytes(None, **each) for each in loads]
+    for number in [*range(len(loads)), *reversed(range(len(loads)))]:
+        found = packed_bytes(tmp_path / "kept", **loads[number])
+        assert found.keys() == expected[number].keys(), number
+        assert all(torch.equal(found[name], expected[number][name]) for name in found), number
+
+
+def test_a_folder_that_cannot_keep_packed_weights_is_named_before_anything_is_packed(tmp_path, monkeypatch):
+    saved_net(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(QuantizationError, match=r"kept.*Give another folder as `packed_cache`, or none"):
+        load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map={"": "cpu"}, quantization=NF4, packed_cache=tmp_path / "kept")
 
 
 def test_packed_weights_of_other_bits_or_shapes_are_refused_and_the_model_stays(tmp_path):
