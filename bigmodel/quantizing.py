@@ -149,7 +149,7 @@ def _dtype_rule(scheme: Scheme, dtype: torch.dtype | str | None, dtype_of: Dtype
 
 
 def _packed_file(checkpoint: Checkpoint, scheme: Scheme, weights: list[tuple[str, str]], cache: bool | str | Path) -> Path:
-    """The file for these weights (name, dtype) in this format: its name tells files, their sizes and times, and what is packed of which dtype.
+    """The file for these weights (name, dtype) in this format: its name tells files, their sizes and times, what is packed and of what.
 
     Raises `QuantizationError` where there is none and none can be written.
     """

@@ -21,7 +21,7 @@ PART_ELEMENTS: Final = 1 << 17
 """What is packed at once on the CPU (a multiple of every block size): the kernels' scratch memory, about 30 bytes an element, stays in the
 core's cache, and packing 4096 × 4096 bfloat16 takes 0.6 of the time of one call."""
 KERNEL_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
-"""What bitsandbytes' kernels unpack to."""
+"""What bitsandbytes' kernels pack from and unpack to."""
 
 
 def pack_4bit(value: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,7 +31,9 @@ def pack_4bit(value: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch
     absmax = torch.empty(-(-flat.numel() // BLOCK), dtype=torch.float32, device=flat.device)
     step = PART_ELEMENTS if flat.device.type == "cpu" else max(1, flat.numel())
     for start in range(0, flat.numel(), step):
-        part, state = kernels.quantize_4bit(flat[start : start + step], blocksize=BLOCK, quant_type=quant_type)
+        values = flat[start : start + step]
+        values = values if values.dtype in KERNEL_DTYPES else values.to(torch.float32)
+        part, state = kernels.quantize_4bit(values, blocksize=BLOCK, quant_type=quant_type)
         packed[start // 2 : start // 2 + part.shape[0]] = part.view(-1)
         absmax[start // BLOCK : start // BLOCK + state.absmax.shape[0]] = state.absmax
     return packed, absmax
@@ -63,7 +65,7 @@ def state_4bit(packing: FourBit, shape: tuple[int, ...], dtype: torch.dtype, ten
         code=tensors["quant_map"],
         blocksize=BLOCK,
         quant_type=packing.quant_type,
-        dtype=dtype,
+        dtype=dtype if dtype in KERNEL_DTYPES else torch.float32,
         offset=tensors.get("nested_offset"),
         state2=state2,
     )

@@ -19,7 +19,7 @@ from bitsandbytes.functional import QuantState
 from torch import nn
 
 from .four_bit import BLOCK, FourBit
-from .kernels import state_4bit, unpack_8bit
+from .kernels import KERNEL_DTYPES, state_4bit, unpack_8bit
 from .multiply import multiply
 from .packed_format import PackedFormat
 from .packed_linear import PackedLinear
@@ -123,9 +123,13 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
             weight.__dict__["quant_state"] = LinkedState(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (…, in_features) → (…, out_features), of the same dtype; computed in `compute_dtype`, or in that of x."""
+        """x (…, in_features) → (…, out_features), of the same dtype; computed in `compute_dtype`, or in that of x, or in float32 where
+        bitsandbytes' kernels do not know it (they give garbage for float64).
+        """
         given = x.dtype
         dtype = self.compute_dtype or given
+        if dtype not in KERNEL_DTYPES:
+            dtype = torch.float32
         bias = None if self.bias is None else self.bias.to(dtype)
         tensors = self.packed_tensors()
         packing, shape, original = self.packing, self.shape, self.original_dtype

@@ -106,7 +106,14 @@ def attach(owner: nn.Module, key: str, stack: PackedStack) -> Callable[[], None]
 
 
 def _hand_down(owner: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """In a state dict the packed bytes have the name of the parameter, which is that of the module now: they are passed on to it."""
+    """In a state dict the packed bytes have the name of the parameter, which is that of the module now, and scales may stand beside
+    it: torch hands a module what is named below it, so they are named so.
+    """
     for key, child in owner._modules.items():
-        if isinstance(child, PackedStack) and prefix + key in state_dict:
-            state_dict[f"{prefix}{key}.weight"] = state_dict.pop(prefix + key)
+        if not isinstance(child, PackedStack):
+            continue
+        below = f"{prefix}{key}."
+        for attribute in child.specs():
+            saved = child.packing.saved_name(attribute, prefix + key, below)
+            if saved is not None and saved in state_dict and not saved.startswith(below):
+                state_dict[below + attribute] = state_dict.pop(saved)

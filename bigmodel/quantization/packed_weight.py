@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -12,7 +12,28 @@ from ..errors import QuantizationError
 from ..protocols import TensorSpec
 from .packed_format import PackedFormat
 
-__all__ = ["PackedWeight"]
+__all__ = ["PackedParameter", "PackedWeight"]
+
+
+class PackedParameter(nn.Parameter):
+    """A packed tensor, as a parameter that refuses to be trained, by name."""
+
+    layer: str = ""
+    """Full name of the module that holds it, in the model that it was packed for; empty where that is not known."""
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Raises `QuantizationError` for True."""
+        if requires_grad:
+            raise QuantizationError(f"{self.layer or 'A weight of the model'} is packed. {_NOT_TRAINED}")
+        return super().requires_grad_(False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        made.layer = self.layer
+        return made
+
+
+_NOT_TRAINED: Final = "Packed weights cannot be trained. Attach adapters (LoRA) to the layers, and train these."
 
 
 class PackedWeight(nn.Module):
@@ -21,6 +42,8 @@ class PackedWeight(nn.Module):
     packing: PackedFormat
     original_dtype: torch.dtype
     """What the weight was packed from, and is unpacked to."""
+    full_name: str = ""
+    """In the model that it was packed for."""
     nested_offset_value: float | None = None
     """With double quantization: the value of `nested_offset`, which state dicts keep as a number."""
 
@@ -47,7 +70,9 @@ class PackedWeight(nn.Module):
 
     def fill(self, tensors: Mapping[str, torch.Tensor], nested_offset: float | None = None) -> None:
         """Takes the packed weight and its companions, by attribute, as they are. `nested_offset`: that one's value, if it is on meta."""
-        for name in self.specs():
+        # The companions come first: where a whole model is asked to require gradients, they answer, and not bitsandbytes' parameter.
+        self._parameters.pop("weight", None)
+        for name in sorted(self.specs(), key=lambda name: name == "weight"):
             self._parameters[name] = self._parameter(name, tensors[name].detach())
         offset = tensors.get("nested_offset")
         if nested_offset is None and offset is not None and offset.device.type != "meta":
@@ -55,7 +80,14 @@ class PackedWeight(nn.Module):
         self.nested_offset_value = nested_offset
 
     def _parameter(self, name: str, tensor: torch.Tensor) -> nn.Parameter:
-        return nn.Parameter(tensor, requires_grad=False)
+        return PackedParameter(tensor, requires_grad=False)
+
+    def note_name(self, name: str) -> None:
+        """Tells the packed tensors what this module is called in the model, for errors."""
+        self.full_name = name
+        for tensor in self.packed_tensors().values():
+            if isinstance(tensor, PackedParameter):
+                tensor.layer = name
 
     def _fill_with_meta(self) -> None:
         self.fill({name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in self.specs().items()})
@@ -72,6 +104,8 @@ class PackedWeight(nn.Module):
         weight = self._parameters["weight"]
         if weight is not None and weight.device.type != "meta":
             self._parameters["weight"] = self._parameter("weight", weight.data)
+        if self.full_name:
+            self.note_name(self.full_name)
         return self
 
     def _saved_weight(self, prefix: str) -> str:
@@ -108,7 +142,7 @@ class PackedWeight(nn.Module):
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """The bias may be trained, packed weights may not: raises `QuantizationError` then."""
         if requires_grad:
-            raise QuantizationError("Packed weights cannot be trained. Attach adapters (LoRA) to the layers, and train these.")
+            raise QuantizationError(_NOT_TRAINED if not self.full_name else f"{self.full_name}: {_NOT_TRAINED}")
         return super().requires_grad_(False)
 
     def train(self, mode: bool = True) -> Any:

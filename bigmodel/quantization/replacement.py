@@ -123,6 +123,8 @@ def replace_with_bnb_layers(
             stack.fill(pack(value, packing))
         del value
         attach(owner, key, stack)
+    for name, layer in packed_layers(model).items():
+        layer.note_name(name)
     run_by_index(model)
     return model
 

@@ -97,8 +97,11 @@ def note_scheme(model: nn.Module, scheme: Scheme) -> None:
 
 
 def note_bits(model: nn.Module) -> None:
-    """Sets `is_loaded_in_4bit` and `is_loaded_in_8bit`, by which libraries know a model that bitsandbytes packed."""
-    packings = [layer.packing for layer in packed_layers(model).values()]
+    """Sets `is_loaded_in_4bit` and `is_loaded_in_8bit`, by which libraries know what bitsandbytes packed; layers get their names."""
+    layers = packed_layers(model)
+    for name, layer in layers.items():
+        layer.note_name(name)
+    packings = [layer.packing for layer in layers.values()]
     four, eight = (any(isinstance(packing, kind) for packing in packings) for kind in (FourBit, Int8))
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = four, eight and not four  # type: ignore[assignment]
 

@@ -53,23 +53,25 @@ def select(
     """Sorts the linear layers and stacks of matrices below `model` into those that are packed and those that are left as they are.
 
     `skip_modules` and `kept` name modules, with all below them: by full name, or by a run of components of it (`"q_proj"`, `"layers.1"`,
-    which is not `layers.10`). With None the output head and tied weights are skipped (`keep_list`). Linear layers are `nn.Linear` and
-    transformers' `Conv1D`. What a model's class wants in float32 (`_keep_in_fp32_modules`) is left, and so are subclasses with a forward of
-    their own, and whatever torch's own modules compute with past the layer's forward. A stack is packed if all code that reads it takes
-    single matrices of it by index. `takes_table` tells of which shapes embedding tables are packed; without it, none are asked for.
+    which is not `layers.10`). With None the output head and tied weights are skipped (`keep_list`), by full name. Linear layers are
+    `nn.Linear` and transformers' `Conv1D`. What a model's class wants in float32 (`_keep_in_fp32_modules`) is left, and so are subclasses
+    with a forward of their own, and whatever torch's own modules compute with past the layer's forward. A stack is packed if all code
+    that reads it takes single matrices of it by index. `takes_table` tells of which shapes embedding tables are packed; without it, none
+    are asked for.
 
     Raises `QuantizationError` where embedding tables are asked for and one of them is tied to another module.
     """
     nodes = _nodes(model)
     tied = _tied(nodes)
     in_full = _in_full(model, nodes)
-    names = {*(_keep_list(model, nodes, tied) if skip_modules is None else skip_modules), *kept, *in_full}
+    whole = set(_keep_list(model, nodes, tied)) if skip_modules is None else set()
+    names = {*(skip_modules or ()), *kept, *in_full}
     last_parts = {name.rpartition(".")[2] for name in names}
     found = Selection()
     skipped: set[str] = set()
     for name, module, parent in nodes:
         above, _, last = name.rpartition(".")
-        if above in skipped or (last in last_parts and _ends_with(name, names)):
+        if above in skipped or name in whole or (last in last_parts and _ends_with(name, names)):
             skipped.add(name)
         if not module._parameters:
             continue

@@ -18,6 +18,8 @@ from .stored import StoredWeight
 
 __all__ = ["TorchaoRows"]
 
+KERNEL_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
+"""What torchao unpacks to."""
 DTYPES: Final[Mapping[str, torch.dtype]] = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
 
 
@@ -53,9 +55,10 @@ class TorchaoRows(PackedFormat):
         return PackingByRows(prefix, specs, shape, device, pack)
 
     def unpack(self, tensors: Tensors, shape: tuple[int, int], dtype: torch.dtype, number: int = 0) -> torch.Tensor:
-        """One matrix, as torchao unpacks it."""
-        found: torch.Tensor = self._tensor(tensors, shape, dtype, number).dequantize()
-        return found
+        """One matrix, as torchao unpacks it (to float32, where it does not know the dtype)."""
+        known = dtype if dtype in KERNEL_DTYPES else torch.float32
+        found: torch.Tensor = self._tensor(tensors, shape, known, number).dequantize()
+        return found.to(dtype)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, tensors: Tensors, shape: tuple[int, int]) -> torch.Tensor:
         """By torchao's kernel for the device."""

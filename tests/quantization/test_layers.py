@@ -208,6 +208,34 @@ def test_packed_weights_refuse_to_be_trained(wanted):
     assert layer.requires_grad_(False).train().training
 
 
+@pytest.mark.parametrize("wanted", ["nf4-dq", "int8", "fp8"])
+def test_a_model_that_shall_be_trained_is_told_which_weight_cannot(wanted):
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), nn.Linear(64, 2))
+    replace_with_bnb_layers(model, wanted)
+    for asked in (model, copy.deepcopy(model), model.half()):
+        with pytest.raises(QuantizationError, match=r"packed.*Packed weights cannot be trained. Attach adapters"):
+            asked.requires_grad_(True)
+    with pytest.raises(QuantizationError, match=r"^0\.0 is packed"):
+        model.requires_grad_(True)
+    with pytest.raises(QuantizationError, match=r"^0\.1: Packed weights"):
+        model[0][1].requires_grad_()
+    assert not any(parameter.requires_grad for parameter in model.requires_grad_(False).parameters())
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp4-dq", "int8", "fp8"])
+def test_float64_is_computed_with_the_values_of_float32(name):
+    torch.manual_seed(0)
+    single = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 2)).eval()
+    x = torch.randn(5, 64)
+    double = copy.deepcopy(single).double()
+    expected = replace_with_bnb_layers(single, name)(x)
+    made = replace_with_bnb_layers(double, name)(x.double())
+    cast = single.double()(x.double())
+    for result in (made, cast):
+        assert result.dtype == torch.float64
+        assert torch.allclose(result.float(), expected, atol=0.02)
+
+
 def test_a_description_of_another_weight_is_refused():
     layer = packed(nn.Linear(64, 96), FOUR)
     other = packed(nn.Linear(96, 64), FOUR).state_dict()

@@ -124,6 +124,16 @@ def test_state_dicts_go_around_and_have_the_names_of_bitsandbytes(name):
         assert torch.equal(copy.deepcopy(model)(x, chosen), model(x, chosen))
 
 
+def test_scales_that_stand_beside_the_stack_in_a_state_dict_load_back():
+    model, other = (replace_with_bnb_layers(net(), "fp8") for _ in range(2))
+    with torch.no_grad():
+        other.experts.up_proj.weight_scale_inv.zero_()
+    state = model.state_dict()
+    assert {"experts.up_proj", "experts.up_proj_scale_inv"} <= set(state)
+    assert other.load_state_dict(state) == nn.modules.module._IncompatibleKeys([], [])
+    assert all(torch.equal(tensor, state[name]) for name, tensor in other.state_dict().items())
+
+
 def test_a_cast_is_about_what_is_unpacked():
     model = replace_with_bnb_layers(net(), config_of("nf4"))
     packed = {key: value.clone() for key, value in model.experts.up_proj.packed_tensors().items()}

@@ -136,3 +136,10 @@ def test_what_a_class_of_transformers_wants_in_float32_is_left():
         assert "encoder.block.0.layer.1.DenseReluDense.wi" in chosen.packed
         assert "its model's class wants it in float32" in chosen.left["encoder.block.0.layer.1.DenseReluDense.wo"]
     assert not [name for name in select(nn.ModuleDict({"inner": model})).packed if name.endswith("wo")]
+
+
+def test_the_head_is_left_and_not_what_is_called_so_further_down():
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 2))
+    found = select(model)
+    assert set(found.packed) == {"0.0", "0.1"}
+    assert set(found.left) == {"1"}
