@@ -23,10 +23,19 @@ def worker(function: Callable[..., dict[str, float]]) -> Callable[..., dict[str,
 
 
 def run_worker_if_asked() -> None:
-    """To be called first in `__main__`: this process may be one of the subprocesses."""
+    """To be called first in `__main__`: this process may be one of the subprocesses, or somebody wants to know what it does (`--help`)."""
+    help_if_asked()
     if len(sys.argv) > 2 and sys.argv[1] == "--worker":
         arguments = json.loads(sys.argv[3])
         print("RESULT " + json.dumps(WORKERS[sys.argv[2]](**arguments)))
+        sys.exit()
+
+
+def help_if_asked() -> None:
+    """With `--help`, prints what the script says of itself, and ends."""
+    script = sys.modules["__main__"]
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(f"usage: python {sys.argv[0]}\n\n{(script.__doc__ or '').strip()}")
         sys.exit()
 
 

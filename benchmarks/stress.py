@@ -18,6 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from side_by_side import help_if_asked
 
 TESTS = Path(__file__).parent.parent / "tests"
 sys.path[:0] = [str(TESTS / "simulator"), str(TESTS / "dispatch")]
@@ -82,5 +83,6 @@ def run(cases: int, first_seed: int) -> int:
 
 
 if __name__ == "__main__":
+    help_if_asked()
     given = [int(argument) for argument in sys.argv[1:]]
     sys.exit(1 if run(*given, *(CASES, 0)[len(given) :]) else 0)

@@ -28,7 +28,7 @@ class PackedParameter(nn.Parameter):
         return super().requires_grad_(False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        made = super().__deepcopy__(memo)
         made.layer = self.layer
         return made
 
