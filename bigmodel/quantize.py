@@ -30,6 +30,7 @@ from .quantization import (
     scheme_of,
 )
 from .quantization import replace_with_bnb_layers as replace_layers
+from .quantizing import refuse_resizing
 
 __all__ = [
     "get_quantized_model_device_map",
@@ -123,6 +124,7 @@ def _quantize_loaded(
             in_fp32 = any(f".{kept}." in f".{name}." for kept in scheme.keep_in_fp32)
             parameter.data = parameter.data.to(torch.float32 if in_fp32 else scheme.dtype or parameter.dtype)
     note_bits(model)
+    refuse_resizing(model)
     place = find_placing(
         model,
         _default_device() if device_map is None else device_map,
@@ -205,7 +207,9 @@ def replace_with_bnb_layers(
 ) -> nn.Module:
     """See `bigmodel.quantization.replace_with_bnb_layers`. Raises `QuantizationError` for a model that is dispatched, too."""
     _refuse_dispatched(model)
-    return replace_layers(model, bnb_quantization_config, modules_to_not_convert, current_key_name)
+    replace_layers(model, bnb_quantization_config, modules_to_not_convert, current_key_name)
+    refuse_resizing(model)
+    return model
 
 
 def _refuse_dispatched(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from .dispatch import replace_method
 from .errors import QuantizationError
 from .loading import (
     Checkpoint,
@@ -42,7 +43,7 @@ from .quantization import (
 )
 from .text import bytes_text, names_text
 
-__all__ = ["QuantizedLoad", "quantized_load"]
+__all__ = ["QuantizedLoad", "quantized_load", "refuse_resizing"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,32 @@ class QuantizedLoad:
         if report.store is not None:
             _note_offsets(model, report.store)
         note_bits(model)
+        refuse_resizing(model)
+
+
+def refuse_resizing(model: nn.Module) -> None:
+    """Lets `resize_token_embeddings` of a model of transformers say which table or head is packed, where one is."""
+    if hasattr(model, "resize_token_embeddings") and _packed_tables(model):
+        replace_method(model, "resize_token_embeddings", _resize_token_embeddings)
+
+
+def _packed_tables(model: Any) -> list[str]:
+    tables = []
+    for ask in (model.get_input_embeddings, model.get_output_embeddings):
+        with contextlib.suppress(NotImplementedError):  # models of pictures or sound
+            tables.append(ask())
+    return [name for name, layer in packed_layers(model).items() if any(layer is table for table in tables)]
+
+
+def _resize_token_embeddings(model: Any, new_num_tokens: int | None = None, *others: Any, **named: Any) -> Any:
+    """In the place of transformers' own. Raises `QuantizationError`: rows cannot be added to packed weights, nor taken away."""
+    if new_num_tokens is None and not others and not named:
+        return model.get_input_embeddings()
+    packed = _packed_tables(model)
+    raise QuantizationError(
+        f"{names_text(packed)}: packed, so no rows can be added or taken away. Resize the model before it is packed (load it without "
+        "quantization, resize it, save it), or load it with these left unpacked (`skip_modules`, or without `pack_embeddings`)."
+    )
 
 
 @contextlib.contextmanager

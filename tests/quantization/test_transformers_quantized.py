@@ -20,7 +20,7 @@ from transformers import (
 from transformers.utils import is_accelerate_available
 
 import bigmodel
-from bigmodel import placement
+from bigmodel import QuantizationError, placement
 from bigmodel.quantization import BnbQuantizationConfig, pack, packed_layers, scheme_of
 
 CONFIGS = {
@@ -184,3 +184,41 @@ def test_an_encoder_decoder_whose_code_casts_to_the_dtypes_of_its_weights_genera
     )
     arguments = {"max_new_tokens": 6, "do_sample": False}
     assert torch.equal(again.generate(TOKENS, **arguments), model.generate(TOKENS, **arguments))
+
+
+def small_llama(folder):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, {"": "disk"}])
+def test_packed_embeddings_and_heads_refuse_to_be_resized_by_name(tmp_path, device_map):
+    folder = small_llama(tmp_path)
+    table = BnbQuantizationConfig(load_in_8bit=True, torch_dtype="fp32", pack_embeddings=True)
+    head = BnbQuantizationConfig(load_in_8bit=True, torch_dtype="fp32", skip_modules=[])
+    for config, name in ((table, "model.embed_tokens"), (head, "lm_head")):
+        model = bigmodel.from_pretrained(folder, quantization=config, device_map=device_map)
+        with torch.no_grad():
+            before = model(TOKENS).logits
+            with pytest.raises(QuantizationError, match=rf"{name}: packed, so no rows can be added"):
+                model.resize_token_embeddings(100)
+            assert model.resize_token_embeddings() is model.get_input_embeddings()
+            assert torch.equal(model(TOKENS).logits, before)
+    loaded = bigmodel.load_and_quantize_model(LlamaForCausalLM.from_pretrained(folder), table)
+    with pytest.raises(QuantizationError, match=r"model\.embed_tokens: packed"):
+        loaded.resize_token_embeddings(100)
+    plain = bigmodel.from_pretrained(folder, quantization="nf4", device_map={"": "cpu"})
+    assert plain.resize_token_embeddings(100).num_embeddings == 100
+
+
+def test_transformers_name_of_the_argument_is_understood(tmp_path):
+    folder = small_llama(tmp_path)
+    config = CONFIGS["int8"]
+    model = bigmodel.from_pretrained(folder, quantization_config=config, device_map={"": "cpu"})
+    assert model.is_loaded_in_8bit
+    with pytest.raises(QuantizationError, match="two names of one argument"):
+        bigmodel.from_pretrained(folder, quantization_config=config, quantization="nf4", device_map={"": "cpu"})

@@ -14,7 +14,7 @@ from torch import nn
 
 from ...api import load_and_dispatch
 from ...device_map import device_for, unknown_entries
-from ...errors import MatchError, PlanError
+from ...errors import MatchError, PlanError, QuantizationError
 from ...loading import Checkpoint, Reading, match
 from ...modules import tensor_aliases
 from ...placing import DeviceMap, Placing, find_placing
@@ -55,6 +55,7 @@ def from_pretrained(
     reading: Reading = "auto",
     progress: bool | None = None,
     torch_dtype: torch.dtype | str | None = None,
+    quantization_config: Any = None,
 ) -> Any:
     """Loads a transformers model so that it runs although it may not fit on one device, or in memory at all.
 
@@ -89,6 +90,7 @@ def from_pretrained(
         reading: how files are read: through the page cache (`"buffered"`), past it (`"direct"`), or as is found to be faster (`"auto"`).
         progress: shows a progress bar; by default on a terminal.
         torch_dtype: another name of `dtype`, which older scripts use.
+        quantization_config: another name of `quantization`, which scripts for transformers use.
 
     Returns:
         The model (a `PreTrainedModel`), in evaluation mode, with `hf_device_map` set.
@@ -102,6 +104,9 @@ def from_pretrained(
     """
     transformers_module()
     dtype = _one_dtype(dtype, torch_dtype)
+    if quantization is not None and quantization_config is not None:
+        raise QuantizationError("quantization and quantization_config are two names of one argument: give one of them.")
+    quantization = quantization_config if quantization is None else quantization
     folder = resolve(path_or_id, revision=revision, local_files_only=local_files_only, trust_remote_code=trust_remote_code)
     overrides = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     config = load_config(folder, trust_remote_code=trust_remote_code, **overrides)
