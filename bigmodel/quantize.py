@@ -15,13 +15,15 @@ from .api import dispatch_model, load_and_dispatch
 from .devices import DeviceKey, accelerators, as_key
 from .dispatch import align_module_device, dispatched
 from .errors import MatchError, MissingPackageError, QuantizationError
-from .loading import Checkpoint, offload_weight, read_tensors, set_module_tensor_to_device
+from .loading import Checkpoint, KeyRules, Reader, SameNames, lower, offload_weight, set_module_tensor_to_device
 from .placing import DeviceMap, find_placing
+from .protocols import TensorSpec
 from .quantization import (
     BnbQuantizationConfig,
     Int8,
     QuantizationReport,
     Scheme,
+    key_rules,
     note_bits,
     note_scheme,
     pack,
@@ -181,20 +183,37 @@ def quantize_and_offload_8bit(
     set_module_tensor_to_device(model, param_name, "meta", dtype=new_dtype, value=torch.empty(param.shape, device="meta"))
 
 
-def quantization_report(model: nn.Module, checkpoint: str | Path | None = None) -> QuantizationReport:
+def quantization_report(model: nn.Module, checkpoint: str | Path | None = None, rules: KeyRules | None = None) -> QuantizationReport:
     """What is packed in `model`, what is left and why, in bytes. `print` it.
 
-    With the unpacked `checkpoint` (names as in the model) each packed weight is compared with the original one: relative error in the
-    Frobenius norm, and the largest change of an element. One weight at a time is read. Raises `MatchError` for a weight that it lacks.
+    With the unpacked `checkpoint` each packed weight is compared with the original one: relative error in the Frobenius norm, and the
+    largest change of an element. One weight at a time is read. `rules` say what fills it: by default those that `from_pretrained`
+    loaded the model with, or equal names. Raises `MatchError` for a weight that the checkpoint lacks.
     """
     if checkpoint is None:
         return report(model)
     opened = Checkpoint.open(checkpoint)
+    entries: Any = opened.entries
+    targets: dict[str, TensorSpec] = {}
+    for name, layer in packed_layers(model).items():
+        shape = layer.shape[::-1] if getattr(layer, "from_transposed", False) else layer.shape
+        targets[layer.original_name(name)] = TensorSpec(shape, layer.original_dtype)
+    sources, _ = (rules or key_rules(model) or SameNames()).sources(entries, targets)
 
     def original(name: str) -> torch.Tensor:
-        if name not in opened.entries:
-            raise MatchError(f"{opened.location} has no {name!r} to compare with: give the checkpoint that was packed.")
-        return read_tensors(opened, [name])[name]
+        if name not in sources:
+            raise MatchError(
+                f"{opened.location} has no {name!r} to compare with: give the checkpoint that was packed, and, if its names are "
+                "others, the `rules` that it was loaded with."
+            )
+        transfer = lower(sources[name], entries, name, targets[name].dtype)
+        value = torch.empty(transfer.shape, dtype=transfer.dtype)
+        reader = Reader(opened.identities)
+        try:
+            reader.read([(transfer, value)])
+        finally:
+            reader.close()
+        return value
 
     return report(model, original, align_module_device)
 

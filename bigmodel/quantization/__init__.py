@@ -25,7 +25,7 @@ from .replacement import (
     run_by_index,
     unknown_to_transformers,
 )
-from .report import LayerReport, QuantizationReport, note_bits, note_scheme, report
+from .report import LayerReport, QuantizationReport, key_rules, note_bits, note_key_rules, note_scheme, report
 from .selection import Selection, keep_list, select
 from .stacks import is_stack, stacks_of, why_left
 from .stored import StoredWeight, stored_weights
@@ -57,8 +57,10 @@ __all__ = [
     "is_linear",
     "is_stack",
     "keep_list",
+    "key_rules",
     "matrix_shape",
     "note_bits",
+    "note_key_rules",
     "note_scheme",
     "pack",
     "packed_layer",

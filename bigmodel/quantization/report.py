@@ -25,6 +25,7 @@ from .stacks import is_stack
 __all__ = ["LayerReport", "QuantizationReport", "note_bits", "note_scheme", "report"]
 
 _SCHEME = "_bigmodel_scheme"
+_KEY_RULES = "_bigmodel_key_rules"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,17 @@ class QuantizationReport:
 def note_scheme(model: nn.Module, scheme: Scheme) -> None:
     """Lets the model remember how it was packed, for the report."""
     model.__dict__[_SCHEME] = scheme
+
+
+def note_key_rules(model: nn.Module, rules: Callable[[nn.Module], Any]) -> None:
+    """Lets the model remember what makes the rules that it was loaded with, for the report. (They themselves may refer to the model.)"""
+    model.__dict__[_KEY_RULES] = rules
+
+
+def key_rules(model: nn.Module) -> Any:
+    """The rules that the model was loaded with; None if it remembers none."""
+    make = model.__dict__.get(_KEY_RULES)
+    return None if make is None else make(model)
 
 
 def note_bits(model: nn.Module) -> None:

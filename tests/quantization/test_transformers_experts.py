@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -187,3 +188,21 @@ def test_a_choice_that_takes_experts_by_index_stays(tmp_path):
     model.set_experts_implementation("grouped_mm")
     with pytest.raises(AttributeError, match="all expert matrices at once"):
         logits(model)
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "DeepseekV3"])
+def test_packed_experts_are_compared_with_the_single_matrices_of_their_checkpoint(tmp_path, kind):
+    name, arguments = MODELS[kind]
+    torch.manual_seed(0)
+    plain = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**{**BASE, **arguments})).eval()
+    plain.save_pretrained(tmp_path)
+    model = bigmodel.from_pretrained(tmp_path, quantization="int8", device_map={"": "cpu"})
+    found = bigmodel.quantization_report(model, tmp_path)
+    stacks = {name: layer for name, layer in packed_layers(model).items() if isinstance(layer, PackedStack)}
+    assert stacks
+    errors = {layer.name: layer.relative_error for layer in found.layers if layer.format}
+    for stack, layer in stacks.items():
+        exact = plain.get_parameter(stack)
+        assert errors[stack] == pytest.approx(((layer.unpacked() - exact).norm() / exact.norm()).item(), rel=1e-5)
+    assert all(0 < error < 0.02 for error in errors.values())
+    assert copy.deepcopy(model)(torch.arange(5)[None]).logits.isfinite().all()

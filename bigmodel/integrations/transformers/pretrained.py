@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ...errors import MatchError, PlanError, QuantizationError
 from ...loading import Checkpoint, Reading, match
 from ...modules import tensor_aliases
 from ...placing import DeviceMap, Placing, find_placing
-from ...quantization import packed_layers, scheme_of, transformers_config
+from ...quantization import note_key_rules, packed_layers, scheme_of, transformers_config
 from .empty import build_empty, load_config, misfit, resolve_dtype
 from .finish import finish
 from .hub import resolve
@@ -153,6 +154,8 @@ def from_pretrained(
             raise MatchError(explanation + str(error)) from error
         raise
     finish(model, path_or_id, folder, rules)
+    if scheme is not None:
+        note_key_rules(model, partial(TransformersKeys, key_mapping=key_mapping))
     if packed := packed_layers(model) if scheme is not None else {}:
         assert scheme is not None
         layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in packed]
