@@ -153,6 +153,9 @@ def quantized_load(
         dtype = scheme.dtype
     chosen = chosen_by(scheme.format, model)
     _tell_of_idle_names(model, scheme)
+    if not (chosen.packed or chosen.stacks or chosen.tables):
+        reasons = ", ".join(dict.fromkeys(chosen.left.values()))
+        logger.warning("Nothing of %s is packed as %s: %s.", type(model).__name__, scheme.format.name, reasons or "it has no linear layer")
     rule = _dtype_rule(scheme, dtype, dtype_of)
     names = [*(f"{name}.weight" for name in (*chosen.packed, *chosen.tables)), *chosen.stacks]
     weights = dict(model.named_parameters(remove_duplicate=False))

@@ -340,3 +340,11 @@ def saved_folder(folder):
     inner.mkdir()
     saved_net(inner)
     return inner
+
+
+def test_a_load_that_packs_nothing_says_so_and_why(tmp_path, caplog):
+    saved_net(tmp_path)
+    arguments = {"device_map": {"": "cpu"}, "quantization": replace(NF4, skip_modules=["layers", "head"])}
+    model = load_checkpoint_and_dispatch(empty_net(), tmp_path, **arguments)
+    assert not packed_layers(model)
+    assert "Nothing of Net is packed as nf4: it is the output head, tied, or was asked to be left." in caplog.text
