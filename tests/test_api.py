@@ -178,6 +178,23 @@ def test_a_missing_tensor_is_named_and_nothing_is_loaded(plain: Tied, tmp_path: 
     assert not hasattr(model, "hf_device_map")
 
 
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, {"": "disk"}, "auto"])
+def test_what_may_stay_unfilled_needs_values_all_the_same(plain: Tied, tmp_path: Path, device_map: object) -> None:
+    state = {name: value for name, value in plain.state_dict().items() if not name.startswith("blocks.1.")}
+    save_file({name: value.clone() for name, value in state.items()}, tmp_path / "model.safetensors")
+    opened = bigmodel.Checkpoint.open(tmp_path)
+    with bigmodel.init_empty_weights():
+        model = Tied().eval()
+    with pytest.raises(bigmodel.MatchError, match=r"Nothing fills blocks\.1\..*ignore_missing allows that, but they are on meta"):
+        bigmodel.load_and_dispatch(model, opened, device_map=device_map, ignore_missing=[r"^blocks\.1\."])
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+    filled = Tied().eval()
+    filled.blocks[1].load_state_dict(plain.blocks[1].state_dict())
+    bigmodel.load_and_dispatch(filled, opened, device_map={"": "cpu"}, ignore_missing=[r"^blocks\.1\."])
+    assert all(torch.equal(value, filled.state_dict()[name]) for name, value in plain.state_dict().items())
+
+
 def test_a_truncated_shard_is_named_and_nothing_is_loaded(plain: Tied, tmp_path: Path) -> None:
     checkpoint = checkpoint_of(plain, tmp_path / "c", shards=3)
     damaged = checkpoint / "model-00002-of-00003.safetensors"

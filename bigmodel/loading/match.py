@@ -240,7 +240,8 @@ def _lossy(found: torch.dtype, wanted: torch.dtype) -> str | None:
     if found.is_floating_point and wanted.is_floating_point:
         if found.itemsize > 1 and wanted.itemsize > 1:
             return None
-        return f"{told}: 8-bit floats need their scale, a plain cast loses it"
+        bits = 4 if "float4" in f"{found} {wanted}" else 8
+        return f"{told}: {bits}-bit floats need their scale, a plain cast loses it"
     if found.is_complex and wanted.is_complex:
         return None
     if found.is_floating_point or found.is_complex or wanted.is_complex:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from ..device_map import covering_entry, normalized
 from ..devices import DeviceKey, as_device, as_key, computing_key
-from ..errors import PlanError
+from ..errors import MatchError, PlanError
 from ..modules import get_non_persistent_buffers, owner_of
 from ..progress import Progress, ProgressCallback
 from ..protocols import Packer, TensorSpec
@@ -92,12 +92,14 @@ def materialize(
     With `mmap`, tensors on CPU whose bytes lie in a file as they are wanted share its pages (see `mapped_tensors`); otherwise they are
     private, and a file that changes later changes nothing. `reading` is how files are read, see `Reading`.
 
-    On any error, Ctrl-C included, the model is what it was. Raises `PlanError`, and `CheckpointError` when a file has changed since it was
-    opened.
+    On any error, Ctrl-C included, the model is what it was. Raises `PlanError`, `MatchError` for tensors that nothing fills and that a map
+    sends somewhere although they are on meta, and `CheckpointError` when a file has changed since it was opened.
     """
     started = time.perf_counter()
     if reading not in READINGS:
         raise PlanError(f"reading={reading!r} is no way of reading files. Use one of {', '.join(map(repr, READINGS))}.")
+    if device_map is not None:
+        _refuse_nothing(model, match.ignored)
     names = _names(match)
     keys = placements(model, match, device_map, offload_buffers=offload_buffers)
     sharded = {name: tensor for name in match.transfers if is_sharded(tensor := _tensor(model, name))}
@@ -177,6 +179,17 @@ def materialize(
         store=_store(match, on_disk, packed),
         packed={name: KeptWeight(_spec(weights[name]), tensors) for name, tensors in packed.tensors.items()},
     )
+
+
+def _refuse_nothing(model: nn.Module, unfilled: Sequence[str]) -> None:
+    """Raises `MatchError` for tensors that the map sends somewhere although they have no values and get none."""
+    empty = [name for name in unfilled if _tensor(model, name).is_meta]
+    if empty:
+        more = f" and {len(empty) - 10} more" if len(empty) > 10 else ""
+        raise MatchError(
+            f"Nothing fills {', '.join(empty[:10])}{more}. ignore_missing allows that, but they are on meta: there are no values to run "
+            "with. Build their modules outside of init_empty_weights, or load without a device map, fill them, and dispatch then."
+        )
 
 
 def _names(match: Match) -> dict[str, list[str]]:
