@@ -141,7 +141,8 @@ def meet(visit: Visit, data: torch.Tensor | None = None) -> Frames:
         data: uint8 on the CPU; up to `INLINE_BYTES` of it reach every rank, of more only the size does.
 
     Raises:
-        DistributedOperationException: in every rank, where they do not agree or one of them has a problem.
+        DistributedOperationException: in every rank, where they do not agree or one of them has a problem; in the others, where one has
+            ended or did not come in time.
     """
     ranks = dist.get_world_size()
     size = 0 if data is None else data.numel()
@@ -152,7 +153,13 @@ def meet(visit: Visit, data: torch.Tensor | None = None) -> Frames:
         frame[HEADER_BYTES : HEADER_BYTES + size] = data.numpy().data
     frames = torch.empty(ranks, FRAME_BYTES, dtype=torch.uint8)
     group = host_group()
-    all_gather(frames.view(-1), torch.frombuffer(frame, dtype=torch.uint8), group=group)
+    try:
+        all_gather(frames.view(-1), torch.frombuffer(frame, dtype=torch.uint8), group=group)
+    except RuntimeError as error:
+        raise DistributedOperationException(
+            f"{visit.operation}, called from {_caller()}, did not reach every rank: one of them has ended, by an error of its own (look for "
+            f"what it printed) or without calling it, or waits elsewhere. Every rank must call it, the main process not alone. {error}"
+        ) from error
     headers = [bytes(row) for row in frames[:, :HEADER_BYTES].numpy()]
     if visit.problem is not None or any(header[:DIGEST_BYTES] != digest for header in headers):
         _raise(visit, group)

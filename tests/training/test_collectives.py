@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import UserDict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -294,6 +296,23 @@ def test_tensors_of_accelerators_come_back_to_them(accelerators) -> None:
 def test_many_ranks_are_told_in_short() -> None:
     assert _by_rank(["a"] * 500 + ["b"]) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, …: a; rank 500: b"
     assert _by_rank([f"shape {rank}" for rank in range(20)]).endswith("rank 7: shape 7; and 12 more")
+
+
+def gather_after_a_rank_has_ended(file: str) -> None:
+    state = PartialState()
+    state.wait_for_everyone()
+    if state.process_index == 1:
+        os._exit(1)
+    Path(file).write_text(message_of(gather, torch.ones(1)))
+
+
+def test_a_rank_that_has_ended_is_told_to_the_others(processes, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed):
+        processes(2).run(gather_after_a_rank_has_ended, str(tmp_path / "told"))
+    told = (tmp_path / "told").read_text()
+    assert told.startswith("gather, called from ")
+    assert "test_collectives.py:" in told
+    assert "did not reach every rank: one of them has ended" in told
 
 
 def waits_for_ever() -> None:
