@@ -157,7 +157,7 @@ def meet(visit: Visit, data: torch.Tensor | None = None) -> Frames:
         all_gather(frames.view(-1), torch.frombuffer(frame, dtype=torch.uint8), group=group)
     except RuntimeError as error:
         raise DistributedOperationException(
-            f"{visit.operation}, called from {_caller()}, did not reach every rank: one of them has ended, by an error of its own (look for "
+            f"{visit.operation}, called from {_caller()}, did not reach every rank: one of them has ended by its own error (look for "
             f"what it printed) or without calling it, or waits elsewhere. Every rank must call it, the main process not alone. {error}"
         ) from error
     headers = [bytes(row) for row in frames[:, :HEADER_BYTES].numpy()]

@@ -164,8 +164,7 @@ def notebook_launcher(
         try:
             elastic_launch(config, _forked(function))(*args)
         except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            raise TrainingError(f"The function failed in the process of rank {rank}: {_story(failure.message)}") from error
+            raise TrainingError(_stories(error.failures)) from error
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
@@ -210,6 +209,13 @@ def _forked(function: Callable[..., Any]) -> Callable[..., None]:
         function(*args)
 
     return call
+
+
+def _stories(failures: Mapping[int, Any]) -> str:
+    """What each rank told that failed, in order of time: some may only have lost another. Those that were stopped had nothing to tell."""
+    told = [(rank, failure) for rank, failure in failures.items() if failure.exitcode >= 0] or list(failures.items())
+    told.sort(key=lambda each: each[1].timestamp)
+    return "\n".join(f"The function failed in the process of rank {rank}: {_story(failure.message)}" for rank, failure in told)
 
 
 def _story(message: Any) -> str:

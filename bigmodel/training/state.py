@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import wraps
@@ -25,6 +26,9 @@ from .splitting import share_of
 __all__ = ["PartialState", "wait_for_everyone"]
 
 T = TypeVar("T")
+
+LAST_WORDS_SECONDS = 0.1
+"""How long a launched process waits at its end for the threads of its group."""
 
 
 class PartialState:
@@ -249,8 +253,13 @@ def _backend_for(device: torch.device) -> str:
 
 def _end_group() -> None:
     """Ends the group with the process: threads of gloo that still run then would abort it now and then, after all its work is done."""
+    if not dist.is_initialized():
+        return
+    # They let go of the last collective's tensors, for which they need the interpreter: it is theirs while this sleeps. Where a model still
+    # holds the group (DistributedDataParallel does), its end does not wait for them.
+    time.sleep(LAST_WORDS_SECONDS)
     # After an error the launcher ends the others; the end of a group might wait for them.
-    if dist.is_initialized() and getattr(sys, "last_type", None) is None:
+    if getattr(sys, "last_type", None) is None:
         dist.destroy_process_group()
 
 

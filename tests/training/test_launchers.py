@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,6 +165,18 @@ def test_functions_of_a_notebook_run_in_forked_processes(tmp_path: Path) -> None
     for rank in (0, 1):
         assert (tmp_path / f"notebook-{rank}").read_text() == "2 3.0 gloo MULTI_CPU bf16 1"
         assert (tmp_path / f"debug-{rank}").read_text() == "2 3.0 gloo MULTI_CPU no 2"
+
+
+def test_every_process_of_a_notebook_that_failed_is_told() -> None:
+    failed = SimpleNamespace(exitcode=1, timestamp=2, message={"extraInfo": {"py_callstack": "ValueError: the cause"}})
+    lost = SimpleNamespace(exitcode=1, timestamp=1, message="RuntimeError: closed by peer")
+    stopped = SimpleNamespace(exitcode=-15, timestamp=3, message="Signal 15")
+    told = launchers._stories({0: lost, 1: failed, 2: stopped}).split("\n")
+    assert told == [
+        "The function failed in the process of rank 0: RuntimeError: closed by peer",
+        "The function failed in the process of rank 1: ValueError: the cause",
+    ]
+    assert launchers._stories({2: stopped}) == "The function failed in the process of rank 2: Signal 15"
 
 
 def test_a_function_alone_runs_in_this_process() -> None:
