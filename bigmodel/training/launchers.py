@@ -58,6 +58,7 @@ def launch_script(settings: LaunchSettings, command: Sequence[str], *, module: b
     Raises:
         TrainingError: a process failed, the port is taken, or `gpu_ids` on a machine whose accelerators cannot be chosen.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
@@ -80,6 +81,8 @@ def launch_script(settings: LaunchSettings, command: Sequence[str], *, module: b
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             raise TrainingError(f"The process of rank {rank} ended with exit code {failure.exitcode}; its own output says why.") from error
+        except SignalException as error:  # Ctrl-C, or whoever stops the job; torchrun has passed it on to the processes
+            raise SystemExit(128 + int(error.sigval)) from None
 
 
 def _chosen_devices(settings: LaunchSettings) -> dict[str, str]:

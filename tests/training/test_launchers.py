@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from bigmodel.errors import TrainingError
 from bigmodel.training import launchers
@@ -165,6 +167,16 @@ def test_functions_of_a_notebook_run_in_forked_processes(tmp_path: Path) -> None
     for rank in (0, 1):
         assert (tmp_path / f"notebook-{rank}").read_text() == "2 3.0 gloo MULTI_CPU bf16 1"
         assert (tmp_path / f"debug-{rank}").read_text() == "2 3.0 gloo MULTI_CPU no 2"
+
+
+def test_a_job_that_is_stopped_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(_: object) -> None:
+        raise SignalException("stopped", signal.SIGINT)
+
+    monkeypatch.setattr("torch.distributed.run.run", stopped)
+    with pytest.raises(SystemExit) as ended:
+        launch_script(LaunchSettings(num_processes=2, use_cpu=True), ["train.py"])
+    assert ended.value.code == 130
 
 
 def test_every_process_of_a_notebook_that_failed_is_told() -> None:
