@@ -42,7 +42,7 @@ from .modules import named_module_tensors
 from .placing import DeviceMap, Placing, find_placing, main_device_of, refuse_absent
 from .planning import check_device_map, convert_file_size_to_int, infer_auto_device_map
 from .protocols import Store
-from .quantizing import quantized_load
+from .quantizing import quantized_load, warn_of_silent_config
 from .resting import folder_store, own_tensors, store_for
 
 __all__ = [
@@ -332,10 +332,11 @@ def save_model(
 ) -> list[Path]:
     """Writes the state dict of any model, offloaded or not, to `folder`, with one tensor in memory at a time. Returns the files.
 
-    `max_shard_size` is in bytes or as "5GB". Ties are saved once. Files appear together when all are complete; see `loading.save_model`.
+    `max_shard_size` is in bytes or as "5GB". Ties are saved once. Packed weights are saved packed; a `config.json` in `folder` that does
+    not say so is warned about. Files appear together when all are complete; see `loading.save_model`.
     """
     state = model.state_dict(keep_vars=True)
-    return write_model(
+    files = write_model(
         model,
         folder,
         convert_file_size_to_int(max_shard_size),
@@ -343,6 +344,8 @@ def save_model(
         metadata,
         fetch=lambda name: values_of(state[name]),
     )
+    warn_of_silent_config(model, Path(folder))
+    return files
 
 
 def _dispatch_or_move(

@@ -43,7 +43,7 @@ from .quantization import (
 )
 from .text import bytes_text, names_text
 
-__all__ = ["QuantizedLoad", "quantized_load", "refuse_resizing"]
+__all__ = ["QuantizedLoad", "quantized_load", "refuse_resizing", "warn_of_silent_config"]
 
 logger = logging.getLogger(__name__)
 
@@ -233,3 +233,21 @@ def _note_offsets(model: nn.Module, store: Store) -> None:
     store.read_into([Read(name, value) for name, value in values.items()])
     for name, layer in waiting.items():
         layer.nested_offset_value = values[name].item()
+
+
+def warn_of_silent_config(model: nn.Module, folder: Path) -> None:
+    """Warns where packed weights were saved beside a `config.json` that does not say so: transformers would take bytes for weights."""
+    config = folder / "config.json"
+    if not packed_layers(model) or not config.is_file():
+        return
+    try:
+        silent = "quantization_config" not in json.loads(config.read_text(encoding="utf-8"))
+    except (ValueError, TypeError):
+        silent = True
+    if silent:
+        logger.warning(
+            "The weights in %s are packed, and %s has no quantization_config: bigmodel loads them, transformers would load wrong values. "
+            "A model of transformers is saved together with its config by model.save_pretrained(folder).",
+            folder,
+            config.name,
+        )

@@ -348,3 +348,21 @@ def test_a_load_that_packs_nothing_says_so_and_why(tmp_path, caplog):
     model = load_checkpoint_and_dispatch(empty_net(), tmp_path, **arguments)
     assert not packed_layers(model)
     assert "Nothing of Net is packed as nf4: it is the output head, tied, or was asked to be left." in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config_text", "warned"),
+    [(None, False), ("{}", True), ("[]", True), ("{", True), ('{"quantization_config": {"quant_method": "bitsandbytes"}}', False)],
+)
+def test_packed_weights_beside_a_config_that_does_not_say_so_are_warned_about(tmp_path, caplog, config_text, warned):
+    saved_net(tmp_path)
+    model = load_checkpoint_and_dispatch(empty_net(), tmp_path, quantization=NF4)
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    if config_text is not None:
+        (folder / "config.json").write_text(config_text)
+    save_model(model, folder)
+    assert ("has no quantization_config" in caplog.text) == warned
+    caplog.clear()
+    save_model(undispatch(nn.Linear(2, 2)), folder)
+    assert not caplog.text
