@@ -7,6 +7,8 @@ from . import big_modeling as big_modeling
 from . import data_loader as data_loader
 from . import hooks as hooks
 from . import launchers as launchers
+from . import local_sgd as local_sgd
+from . import logging as logging
 from . import state as state
 from . import utils as utils
 from .api import (
@@ -51,6 +53,7 @@ from .training.handlers import (
     ProfileKwargs,
 )
 from .training.launchers import debug_launcher, notebook_launcher
+from .training.local_sgd import LocalSGD
 from .training.memory import find_executable_batch_size
 from .training.plugins.deepspeed import DeepSpeedPlugin
 from .training.plugins.fsdp import FullyShardedDataParallelPlugin
@@ -75,6 +78,7 @@ __all__ = [
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "InitProcessGroupKwargs",
+    "LocalSGD",
     "Machine",
     "MachineError",
     "MatchError",

@@ -30,6 +30,8 @@ from .random import *  # noqa: F403
 from .random import __all__ as _random
 from .torch_xla import *  # noqa: F403
 from .torch_xla import __all__ as _torch_xla
+from .tqdm import *  # noqa: F403
+from .tqdm import __all__ as _tqdm
 from .versions import *  # noqa: F403
 from .versions import __all__ as _versions
 
@@ -48,5 +50,6 @@ __all__ = [
     *_other,
     *_random,
     *_torch_xla,
+    *_tqdm,
     *_versions,
 ]  # noqa: PLE0604, RUF100
