@@ -297,14 +297,14 @@ class Group:
                 asks = lent.slot.resting.requires_grad
                 if frozen and asks:
                     _tell_frozen(lent.slot.resting)
-                self._put(lent.slot, lent.real(asks and not frozen), returns=False)
-            for store, names, slots in layout.paged:
-                for slot, value in zip(slots, store.pages(names), strict=True):
-                    resting = slot.resting
-                    if frozen and resting.requires_grad:
+                self._put(lent.slot, lent.lent(asks and not frozen), returns=False)
+            for store, names, in_place in layout.paged:
+                for place, value in zip(in_place, store.pages(names), strict=True):
+                    resting = place.slot.resting
+                    asks = resting.requires_grad
+                    if frozen and asks:
                         _tell_frozen(resting)
-                    real = swap_parameter(slot.parameter_class, value, resting, resting.requires_grad and not frozen)
-                    self._put(slot, real, returns=True)
+                    self._put(place.slot, place.real(value, asks and not frozen), returns=True)
             for slot in layout.elsewhere:
                 resting = slot.resting
                 if resting.requires_grad and frozen:

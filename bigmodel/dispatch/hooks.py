@@ -154,19 +154,19 @@ class ModuleReference:
     Called, it gives the module, or None. Copies and pickles refer to the copy of the module.
     """
 
-    __slots__ = ("_module",)
+    __slots__ = ("weak",)
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)  # torch.compile follows one of this very class
+        self.weak = weakref.ref(module)  # torch.compile follows one of this very class
 
     def __call__(self) -> nn.Module | None:
-        return self._module()
+        return self.weak()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleReference:
-        return ModuleReference(deepcopy(self._module(), memo))  # type: ignore[arg-type]
+        return ModuleReference(deepcopy(self.weak(), memo))  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ModuleReference, (self._module(),)
+        return ModuleReference, (self.weak(),)
 
 
 class OwnForward:
@@ -207,7 +207,7 @@ class OwnForward:
 
 def _hooked_forward(reference: ModuleReference, *args: Any, **kwargs: Any) -> Any:
     """What a hooked module's `forward` calls. The hook is looked up at each call, so that it can be exchanged."""
-    module = reference()
+    module = reference.weak()  # a call of the reference itself would be one more frame for every layer
     if module is None:
         raise DispatchError("The module that this forward belongs to is gone: keep the model as long as it is called.")
     hook: ModelHook = module._hf_hook  # type: ignore[assignment]

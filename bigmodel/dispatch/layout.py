@@ -34,11 +34,13 @@ def swap_parameter(cls: type[torch.Tensor] | None, value: torch.Tensor, like: to
 class Owner:
     """One place where a tensor is registered. It does not keep the module alive: hooks of the module refer to it."""
 
-    __slots__ = ("_module", "_table", "attribute", "is_buffer")
+    __slots__ = ("_module", "attribute", "is_buffer", "table")
+
+    table: dict[str, Any]
+    """The module's own dict of parameters, or of buffers."""
 
     def __init__(self, module: nn.Module, attribute: str, is_buffer: bool = False) -> None:
         self._module = weakref.ref(module)
-        self._table: dict[str, Any] | None = None
         self.attribute = attribute
         self.is_buffer = is_buffer
 
@@ -47,13 +49,13 @@ class Owner:
         """The module; None once it is gone."""
         return self._module()
 
-    @property
-    def table(self) -> dict[str, Any]:
-        """The module's own dict of parameters, or of buffers."""
-        if self._table is None:  # looked up late: a module that is being copied has none yet
-            module: Any = self._module()
-            self._table = {} if module is None else module._buffers if self.is_buffer else module._parameters
-        return self._table
+    def __getattr__(self, name: str) -> Any:
+        # The table is looked up late, and once: a module that is being copied has none yet, and forwards ask for it several times.
+        if name != "table":
+            raise AttributeError(name)
+        module: Any = self._module()
+        self.table = {} if module is None else module._buffers if self.is_buffer else module._parameters
+        return self.table
 
     def copied(self, memo: dict[int, Any]) -> Owner:
         """The same place in the copy of the module."""
@@ -128,39 +130,65 @@ class Reading:
                 store.read_into(reads)
 
 
-class Paged(NamedTuple):
-    store: PagedStore
-    names: list[str]
-    slots: list[Slot]
-
-
-class Lent:
-    """A slot that needs no place in a flat buffer, since its tensor lies in RAM where the arithmetic runs.
+class InPlace:
+    """A slot that needs no place in a flat buffer: its tensor is used where it lies.
 
     The parameter that a forward computes with is made once: it is the same memory in every forward.
     """
 
-    __slots__ = ("_address", "_lend", "_made", "slot")
+    __slots__ = ("_address", "_made", "_value", "slot")
 
-    def __init__(self, slot: Slot, lend: Callable[[str], torch.Tensor]) -> None:
+    def __init__(self, slot: Slot) -> None:
         self.slot = slot
-        self._lend = lend
+        self._value: torch.Tensor | None = None
         self._made: torch.Tensor | None = None
         self._address = 0
 
-    def real(self, requires_grad: bool) -> torch.Tensor:
-        """The tensor that takes the place of the resting one."""
+    def real(self, value: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+        """What takes the place of the resting tensor, whose bytes are `value`."""
+        made = self._known(requires_grad)
+        if made is not None and self._value is value:
+            return made
+        slot = self.slot
+        resting = slot.resting
+        made = swap_parameter(slot.parameter_class, value, resting, requires_grad)
+        if len(resting.__dict__) == 1 and type(made) is nn.Parameter:  # no attributes, which may change
+            self._value, self._made, self._address = value, made, made.data_ptr()
+        return made
+
+    def _known(self, requires_grad: bool) -> torch.Tensor | None:
         made = self._made
         # A forward may have given the parameter other data, or asked for its gradient.
         if made is not None and made.requires_grad == requires_grad and made.data_ptr() == self._address:
             return made
-        slot = self.slot
-        resting = slot.resting
+        return None
+
+
+class Lent(InPlace):
+    """One whose tensor lies in RAM where the arithmetic runs. Which one it is changes only with the group's layout."""
+
+    __slots__ = ("_lend",)
+
+    def __init__(self, slot: Slot, lend: Callable[[str], torch.Tensor]) -> None:
+        super().__init__(slot)
+        self._lend = lend
+
+    def lent(self, requires_grad: bool) -> torch.Tensor:
+        """What takes the place of the resting tensor."""
+        made = self._made  # as in `_known`, without a call: tiny layers are many
+        if made is not None and made.requires_grad == requires_grad and made.data_ptr() == self._address:
+            return made
+        resting = self.slot.resting
         assert isinstance(resting, LazyTensor)
-        made = swap_parameter(slot.parameter_class, self._lend(resting.origin.name), resting, requires_grad)
-        if len(resting.__dict__) == 1 and type(made) is nn.Parameter:  # no attributes, which may change
-            self._made, self._address = made, made.data_ptr()
-        return made
+        return self.real(self._lend(resting.origin.name), requires_grad)
+
+
+class Paged(NamedTuple):
+    """Tensors on mapped pages of the files of one store."""
+
+    store: PagedStore
+    names: list[str]
+    places: list[InPlace]
 
 
 class Layout(NamedTuple):
@@ -168,7 +196,7 @@ class Layout(NamedTuple):
     reading: Reading
     lent: list[Lent]
     paged: list[Paged]
-    """Slots that are used on mapped pages of files, by store."""
+    """By store."""
     paged_bytes: int
     travels: bool
     """Whether its bytes are worth being brought ahead: they are not in RAM where the arithmetic runs."""
@@ -196,10 +224,10 @@ def lay_out(slots: Iterable[Slot], device: torch.device, generation: int) -> Lay
         if pager is not None:
             of_store = paged.setdefault(id(pager), Paged(pager, [], []))
             of_store.names.append(resting.origin.name)
-            of_store.slots.append(slot)
+            of_store.places.append(InPlace(slot))
             continue
         shape, dtype = resting.shape, resting.dtype
         stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         places.append(Place(slot, reading.add(resting.origin, shape, stride, dtype), shape, stride, dtype))
-    paged_bytes = sum(slot.nbytes for of_store in paged.values() for slot in of_store.slots)
+    paged_bytes = sum(place.slot.nbytes for of_store in paged.values() for place in of_store.places)
     return Layout(places, reading, lent, list(paged.values()), paged_bytes, reading.nbytes + paged_bytes > 0, elsewhere)

@@ -66,6 +66,8 @@ class MappedPages:
         self._enabled = enabled
         self._mappings: dict[Path, mmap.mmap | None] = {}
         self._tensors: dict[str, tuple[Path, torch.Tensor]] = {}
+        self._ranges: dict[tuple[str, ...], list[tuple[Path, int, int]]] = {}
+        """What tensors that are used together read: the same in every forward."""
         self._read_once: set[tuple[Path, int]] = set()
         """Ranges that were read: where the system does not say what is in memory, once has to do."""
         self._lock = threading.Lock()
@@ -96,9 +98,13 @@ class MappedPages:
 
         Reading is better than waiting for the disk in page faults, each of which asks it for little and takes much of the CPU.
         """
-        ranges = _merged(transfers)
+        names = tuple([transfer.target for transfer in transfers])
+        ranges = self._ranges.get(names)
+        if ranges is None:
+            ranges = self._ranges[names] = _merged(transfers)
+        descriptors = self._files.checked({file for file, _, _ in ranges})
         for file, offset, nbytes in ranges:
-            descriptor = self._files.checked([file])[file]
+            descriptor = descriptors[file]
             samples = (_is_in_memory(descriptor, position) for position in range(offset, offset + nbytes, SAMPLED_BYTES))
             missing = next((sample for sample in samples if not sample), True)
             if missing is False or (missing is None and (file, offset) not in self._read_once):
@@ -218,12 +224,16 @@ def _merged(transfers: Sequence[Transfer]) -> list[tuple[Path, int, int]]:
     return merged
 
 
+_SINK: Final = [bytearray(1)]
+"""Where bytes go that nobody wants."""
+
+
 def _is_in_memory(descriptor: int, offset: int) -> bool | None:
     """Whether the byte at `offset` can be had without waiting for the disk; None where the system does not say."""
     if not hasattr(os, "RWF_NOWAIT"):
         return None
     try:
-        return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+        return os.preadv(descriptor, _SINK, offset, os.RWF_NOWAIT) == 1
     except BlockingIOError:
         return False
     except OSError:  # not on this file system
