@@ -9,7 +9,15 @@ from .engine import dispatch, dispatched, undispatch
 from .facade import replace_method, show_device_map
 from .full_state_dict import get_state_dict_from_offload, get_state_dict_offloaded_model
 from .functions import execution_devices
-from .hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module, remove_hook_from_submodules
+from .hooks import (
+    ModelHook,
+    ModuleReference,
+    OwnForward,
+    SequentialHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+    remove_hook_from_submodules,
+)
 from .lazy import LazyTensor
 from .movement import find_device, send_to_device
 from .offload_hooks import (
@@ -47,7 +55,9 @@ __all__ = [
     "MappingStore",
     "MemoryStore",
     "ModelHook",
+    "ModuleReference",
     "Origin",
+    "OwnForward",
     "Placeholder",
     "Placement",
     "PlacementRow",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..dispatch import ModuleReference, OwnForward
 from ..errors import TrainingError
 from ..modules import find_blocks, runs_itself
 from .configuration import TorchDynamoPlugin
@@ -90,13 +91,19 @@ def _path_ends(name: str) -> list[int]:
 
 
 def _rebound(value: Any, old: nn.Module, new: nn.Module) -> Any:
-    """`value` with `new` in the place of `old`, where it is a method of it or a function that has it as an argument."""
+    """`value` with `new` in the place of `old`, where it is a method of it, a reference to it, or a function with one of these as an argument."""
     if isinstance(value, MethodType) and value.__self__ is old:
         return MethodType(value.__func__, new)
-    if isinstance(value, functools.partial) and any(each is old for each in value.args):
-        bound = functools.partial(value.func, *(new if each is old else each for each in value.args), **value.keywords)
-        bound.__dict__.update({name: _rebound(each, old, new) for name, each in value.__dict__.items()})
-        return bound
+    if isinstance(value, ModuleReference) and value() is old:
+        return ModuleReference(new)
+    if isinstance(value, OwnForward) and value.__self__ is old:
+        return OwnForward(value.__func__, new)
+    if isinstance(value, functools.partial):
+        arguments = [new if each is old else _rebound(each, old, new) for each in value.args]
+        if any(now is not before for now, before in zip(arguments, value.args, strict=True)):
+            bound = functools.partial(value.func, *arguments, **value.keywords)
+            bound.__dict__.update({name: _rebound(each, old, new) for name, each in value.__dict__.items()})
+            return bound
     return value
 
 
