@@ -91,7 +91,7 @@ def _path_ends(name: str) -> list[int]:
 
 
 def _rebound(value: Any, old: nn.Module, new: nn.Module) -> Any:
-    """`value` with `new` in the place of `old`, where it is a method of it, a reference to it, or a function with one of these as an argument."""
+    """`value` with `new` in the place of `old`: for a method of it, a reference to it, or a function with one of these as an argument."""
     if isinstance(value, MethodType) and value.__self__ is old:
         return MethodType(value.__func__, new)
     if isinstance(value, ModuleReference) and value() is old:
