@@ -30,9 +30,7 @@ def text_of(notebook: nbformat.NotebookNode) -> str:
 def test_it_runs(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     fresh = executed(Path(shutil.copy(file, tmp_path)))
-    assert not [output for output in outputs(fresh) if output.output_type == "error"]
-    # transformers imports torchao where it is installed, which says there that its kernels for accelerators do not load on a CPU.
-    assert not [output for output in outputs(fresh) if output.get("name") == "stderr" and "torchao" not in output.text]
+    assert not [output for output in outputs(fresh) if output.output_type == "error" or output.get("name") == "stderr"]
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
