@@ -190,8 +190,6 @@ class Group:
     def exit(self) -> None:
         """The counterpart of `enter`; the last one out puts the resting tensors back."""
         with self._lock:
-            if self._buffer is not None:
-                self.pool.mark_used(self._buffer)
             self._uses -= 1
             if self._uses == 0:
                 if in_transform():
@@ -199,6 +197,8 @@ class Group:
                         self._swap_out()
                 else:
                     self._swap_out()
+            elif self._buffer is not None:
+                self.pool.mark_used(self._buffer)
 
     def begin_lookup(self) -> None:
         """A forward begins that reads single rows of the weights where they rest."""

@@ -147,7 +147,10 @@ class Pool:
 
     def release(self, buffer: Buffer, group: Group) -> None:
         """The last forward that used `buffer` is over; what lies in it stays until the memory is needed."""
-        if buffer.overflow or buffer.held_elsewhere():
+        passed_on = buffer.overflow or buffer.held_elsewhere()
+        # Behind that look: another thread may have read a weight past its module, as long as it was there, and let go of it just now.
+        self.mark_used(buffer)
+        if passed_on:
             # Whoever holds a view of it (autograd, a returned slice) keeps the memory; the pool makes itself a new buffer.
             self._forget(buffer)
             return
