@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .tracker import LibraryTracker, on_main_process
-from .values import plain, plain_leaf
+from .project import ProjectTracker
+from .tracker import on_main_process
+from .values import plain_leaf
 
 __all__ = ["SwanLabTracker"]
 
 
-class SwanLabTracker(LibraryTracker):
+class SwanLabTracker(ProjectTracker):
     """A run of SwanLab; `tracker` is the run that `swanlab.init` gives.
 
     Args:
@@ -20,20 +21,6 @@ class SwanLabTracker(LibraryTracker):
 
     name = "swanlab"
     package = "swanlab"
-
-    def __init__(self, run_name: str, **kwargs: Any):
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-
-    run = LibraryTracker.tracker
-
-    def _open(self) -> Any:
-        return self._library().init(**{"project": self.run_name, **self.init_kwargs})
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Hyperparameters, nested as they are."""
-        self.tracker.config.update(plain(values, self.name))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -47,6 +34,3 @@ class SwanLabTracker(LibraryTracker):
         """A name → a list of arrays or PIL images. `kwargs`: of the run's `log`."""
         image = self._library().Image
         self.tracker.log({key: [image(each) for each in images] for key, images in values.items()}, step=step, **kwargs)
-
-    def _close(self) -> None:
-        self.tracker.finish()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .tracker import LibraryTracker, on_main_process
-from .values import plain, plain_leaf
+from .project import ProjectTracker
+from .tracker import on_main_process
 
 __all__ = ["TrackioTracker"]
 
 
-class TrackioTracker(LibraryTracker):
+class TrackioTracker(ProjectTracker):
     """A run of Trackio; `tracker` is the `trackio.Run`.
 
     Args:
@@ -21,25 +21,6 @@ class TrackioTracker(LibraryTracker):
 
     name = "trackio"
     package = "trackio"
-
-    def __init__(self, run_name: str, **kwargs: Any):
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-
-    run = LibraryTracker.tracker
-
-    def _open(self) -> Any:
-        return self._library().init(**{"project": self.run_name, **self.init_kwargs})
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Hyperparameters, nested as they are."""
-        self.tracker.config.update(plain(values, self.name))
-
-    @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers, words, dicts of them, and trackio's own objects. `kwargs`: of `Run.log`."""
-        self.tracker.log({key: plain_leaf(value) for key, value in values.items()}, step=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -65,6 +46,3 @@ class TrackioTracker(LibraryTracker):
         """A table of rows or of a dataframe. `kwargs`: of `Run.log`."""
         names, rows = self._table(table_name, columns, data, dataframe)
         self.tracker.log({table_name: self._library().Table(columns=names, data=[list(row) for row in rows])}, step=step, **kwargs)
-
-    def _close(self) -> None:
-        self.tracker.finish()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from .tracker import LibraryTracker, on_main_process
-from .values import plain, plain_leaf
+from .project import ProjectTracker
+from .tracker import on_main_process
 
 __all__ = ["WandBTracker"]
 
 
-class WandBTracker(LibraryTracker):
+class WandBTracker(ProjectTracker):
     """A run of Weights & Biases; `tracker` is the `wandb.Run`.
 
     Args:
@@ -21,25 +21,7 @@ class WandBTracker(LibraryTracker):
 
     name = "wandb"
     package = "wandb"
-
-    def __init__(self, run_name: str, **kwargs: Any):
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-
-    run = LibraryTracker.tracker
-
-    def _open(self) -> Any:
-        return self._library().init(**{"project": self.run_name, **self.init_kwargs})
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Hyperparameters, nested as they are."""
-        self.tracker.config.update(plain(values, self.name), allow_val_change=True)
-
-    @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers, words, dicts of them, and wandb's own objects. `kwargs`: of `Run.log`."""
-        self.tracker.log({key: plain_leaf(value) for key, value in values.items()}, step=step, **kwargs)
+    config_options: ClassVar[dict[str, Any]] = {"allow_val_change": True}
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -61,6 +43,3 @@ class WandBTracker(LibraryTracker):
         names, rows = self._table(table_name, columns, data, dataframe)
         table = self._library().Table(columns=names, data=rows)
         self.tracker.log({table_name: table}, step=step, **kwargs)
-
-    def _close(self) -> None:
-        self.tracker.finish()
