@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,17 @@ from torch import nn
 
 from .errors import BigModelError, CheckpointError, CheckpointNotFoundError, PlanError
 from .header_dump import read_dump, specs_in
-from .integrations.transformers import build_empty, config_folder, is_config, load_config, own_quantization, resolve_dtype, single_gguf
+from .integrations.transformers import (
+    build_empty,
+    config_folder,
+    is_config,
+    is_gguf,
+    load_config,
+    local_header,
+    own_quantization,
+    resolve_dtype,
+    single_gguf,
+)
 from .loading import Checkpoint
 from .loading.location import HubRepository, RemoteFile, located
 from .planning import skeleton
@@ -90,7 +101,7 @@ def _of_place(place: Path | RemoteFile | HubRepository, wanted: Wanted) -> Tree:
         return _of_dump(read_dump(place), str(place))
     folder = _config_folder(place, wanted)
     if folder is None:
-        return _of_gguf(place, wanted) if isinstance(place, Path) and single_gguf(place) else _of_headers(place, None)
+        return _of_gguf(place, wanted) or _of_headers(place, None)
     config = _read_config(folder / "config.json")
     try:
         return _of_config(place, folder, wanted)
@@ -102,13 +113,25 @@ def _of_place(place: Path | RemoteFile | HubRepository, wanted: Wanted) -> Tree:
             raise (cause if isinstance(cause, BigModelError) else PlanError(f"{place}: {reason}")) from None
 
 
-def _of_gguf(place: Path, wanted: Wanted) -> Tree:
-    """The model that a GGUF file's own configuration describes, or what its headers say where transformers does not know such models."""
-    try:
-        return _built(load_config(place), wanted, place)
-    # Code of transformers that reads another kind of file than it was made for fails in its own words.
-    except Exception as error:
-        return _of_headers(place, None, f"Its own configuration was of no use ({' '.join(str(error).split())[:200]}).")
+def _of_gguf(place: Path | RemoteFile | HubRepository, wanted: Wanted) -> Tree | None:
+    """The model that a GGUF file's own configuration describes, or what its headers say where transformers does not know such models.
+
+    None where the checkpoint is none, or is not all in one file.
+    """
+    with contextlib.ExitStack() as stack:
+        if isinstance(place, Path):
+            file = single_gguf(place)
+        else:
+            entries = _opened(place).entries
+            is_one = is_gguf(entries) and len({entry.file for entry in entries.values()}) == 1
+            file = stack.enter_context(local_header(entries)) if is_one else None
+        if file is None:
+            return None
+        try:
+            return _built(load_config(file), wanted, place)
+        # Code of transformers that reads another kind of file than it was made for fails in its own words.
+        except Exception as error:
+            return _of_headers(place, None, f"Its own configuration was of no use ({' '.join(str(error).split())[:200]}).")
 
 
 def _is_dump(file: Path) -> bool:

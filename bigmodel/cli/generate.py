@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..dispatch import placement
 from ..errors import BigModelError
-from ..integrations.transformers import from_pretrained
+from ..integrations.transformers import config_folder, from_pretrained, resolve, single_gguf
 from ..integrations.transformers.package import transformers_module
+from ..loading.location import HubRepository, located
 from .budgets import MaxMemory, parse_max_memory
 
 __all__ = ["generate"]
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="A folder, or a model's id on the hub.")],
+    model: Annotated[str, typer.Argument(help="A folder, a GGUF file, or a model's id on the hub.")],
     prompt: Annotated[str, typer.Option(help="The text to go on from.")],
     max_memory: MaxMemory = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at the most.", min=1)] = 64,
@@ -37,10 +39,14 @@ def generate(
 
 
 def _tokenizer(model: str) -> Any:
-    """The tokenizer in a folder or on the hub. Raises `BigModelError`, naming it, where there is none that works."""
+    """The tokenizer in a folder, in a GGUF file or on the hub. Raises `BigModelError`, naming it, where there is none that works."""
     advice = "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) beside config.json."
+    gguf = _gguf(model)
+    if gguf is not None:
+        advice = "A GGUF file has its tokenizer among its metadata (tokenizer.ggml.model, tokenizer.ggml.tokens): convert the model with it."
     try:
-        tokenizer: Any = transformers_module().AutoTokenizer.from_pretrained(model)
+        auto = transformers_module().AutoTokenizer
+        tokenizer: Any = auto.from_pretrained(model) if gguf is None else auto.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # A missing file, a missing package and a damaged file come as errors of many types, some of them bare Exceptions.
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
@@ -48,3 +54,12 @@ def _tokenizer(model: str) -> Any:
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what some classes make of a folder without these files
         raise BigModelError(f"{model}: its {type(tokenizer).__name__} has no vocabulary. {advice}")
     return tokenizer
+
+
+def _gguf(model: str) -> Path | None:
+    """The GGUF file that is the whole model, fetched if it is on the hub; None for models with a configuration of their own."""
+    place = located(model)
+    if isinstance(place, HubRepository) and (place.path.endswith(".gguf") or config_folder(place) is None):
+        fetched = resolve(model)
+        return fetched if fetched.is_file() else None
+    return single_gguf(place) if isinstance(place, Path) else None

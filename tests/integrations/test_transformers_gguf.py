@@ -73,8 +73,15 @@ def packing(name: str, shape: tuple[int, ...]) -> Kind | None:
     return (Kind.Q8_0, Kind.Q4_0, Kind.F16, Kind.BF16)[sum(map(ord, name)) % 4]
 
 
-def write(file: Path, kind: Architecture, tensors: dict[str, np.ndarray]) -> Path:
+def write(file: Path, kind: Architecture, tensors: dict[str, np.ndarray], tokens: list[str] | None = None) -> Path:
+    """`tokens`: of a tokenizer of single bytes, which is left out without them."""
     writer = gguf.GGUFWriter(file, kind.name)
+    if tokens is not None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(tokens)
+        writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
+        writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
+        writer.add_eos_token_id(len(tokens) - 1)
     writer.add_string("general.name", "tiny")
     for key, number in (NUMBERS | kind.numbers).items():
         writer.add_uint32(f"{kind.name}.{key}", number)

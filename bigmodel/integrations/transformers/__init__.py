@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from .deepspeed import announce_deepspeed
 from .empty import build_empty, empty_model, is_config, load_config, resolve_dtype
-from .gguf import single_gguf
-from .hub import config_folder
+from .gguf import is_gguf, local_header, single_gguf
+from .hub import config_folder, resolve
 from .keys import TransformersKeys
 from .pretrained import from_pretrained
 from .quantized import own_quantization
@@ -21,8 +21,11 @@ __all__ = [
     "empty_model",
     "from_pretrained",
     "is_config",
+    "is_gguf",
     "load_config",
+    "local_header",
     "own_quantization",
+    "resolve",
     "resolve_dtype",
     "single_gguf",
 ]

@@ -6,8 +6,9 @@ numbers, which shows what they move, so that bytes can be read straight into pla
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -18,11 +19,12 @@ import torch
 
 from ...errors import CheckpointError, MatchError, MissingPackageError
 from ...loading import Checkpoint, Computed, Concatenate, Entry, Slice, Source, Whole
-from ...loading.location import RemoteFile
+from ...loading.location import CheckpointFile, RemoteFile
+from ...loading.remote import header_file
 from ...protocols import TensorSpec
 from .package import transformers_module
 
-__all__ = ["gguf_sources", "is_gguf", "single_gguf"]
+__all__ = ["gguf_sources", "is_gguf", "local_header", "single_gguf"]
 
 REORDERED_BYTES: Final = 16 << 20
 """Of rows that are put in another order at once, as float32."""
@@ -50,14 +52,15 @@ def gguf_sources(model: Any, entries: Mapping[str, Entry], targets: Mapping[str,
     """What fills each tensor of a transformers model, and the names in the file that it has no use for.
 
     Raises:
-        MatchError: transformers knows no names for such a model, or does to a tensor what cannot be followed. CheckpointError: the file
-        is not on this machine, or transformers cannot read it. MissingPackageError: the package gguf is not installed.
+        MatchError: transformers knows no names for such a model, or does to a tensor what cannot be followed. CheckpointError:
+        transformers cannot read the file. MissingPackageError: the package gguf is not installed.
     """
     functions = transformers_module("modeling_gguf_pytorch_utils")
     file = _only_file(entries)
     try:
-        config = functions.load_gguf_checkpoint(os.fspath(file))["config"]
-        architecture = Checkpoint.open(file).metadata.get("general.architecture", "")
+        with local_header(entries) as here:
+            config = functions.load_gguf_checkpoint(os.fspath(here))["config"]
+            architecture = Checkpoint.open(here).metadata.get("general.architecture", "")
         processor = functions.TENSOR_PROCESSORS.get(architecture, functions.TensorProcessor)(config=config)
         names: dict[str, str] = functions.get_gguf_hf_weights_map(model, processor)
     except ImportError as error:
@@ -88,11 +91,23 @@ def gguf_sources(model: Any, entries: Mapping[str, Entry], targets: Mapping[str,
     return found, unexpected
 
 
-def _only_file(entries: Mapping[str, Entry]) -> Path:
+@contextlib.contextmanager
+def local_header(entries: Mapping[str, Entry]) -> Iterator[Path]:
+    """The GGUF file with these entries, or one on this machine that begins as it does, to be asked for its configuration and names.
+
+    Raises `MatchError` for several files.
+    """
+    file = _only_file(entries)
+    if isinstance(file, RemoteFile):
+        with header_file(file, min(entry.offset for entry in entries.values())) as begun:
+            yield begun
+    else:
+        yield file
+
+
+def _only_file(entries: Mapping[str, Entry]) -> CheckpointFile:
     files = {entry.file for entry in entries.values()}
     first = min(files, key=str)
-    if isinstance(first, RemoteFile):
-        raise CheckpointError(f"{first}: transformers reads the configuration of a GGUF file from this machine only. Download it first.")
     if len(files) > 1:
         raise MatchError(f"{first}: transformers reads models from one GGUF file, not from {len(files)}. Merge them (gguf-split --merge).")
     return first
