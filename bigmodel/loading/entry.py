@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from ..errors import CheckpointError, CheckpointNotFoundError
 from .location import CheckpointFile
 
-__all__ = ["Entry", "FileIdentity", "Packed", "Scaled", "Sharded", "Turned", "contiguous_strides", "span_elements"]
+__all__ = ["Entry", "FileIdentity", "Packed", "Scaled", "Sharded", "Turned", "contiguous_strides", "refuse_stream", "span_elements"]
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -31,6 +32,14 @@ def span_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
+def refuse_stream(mode: int, place: Path) -> None:
+    """Raises `CheckpointError` for a pipe, socket or device, by its `st_mode`: there is no going back in them, and opening one may wait."""
+    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+    kind = kinds.get(stat.S_IFMT(mode))
+    if kind is not None:
+        raise CheckpointError(f"{place}: is {kind}, not a file. Weights are read from any place of a file: write them into one first.")
+
+
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
     """What tells whether a file is still the one that was read: changed contents move at least one of these."""
@@ -43,11 +52,13 @@ class FileIdentity:
 
     @classmethod
     def of(cls, file: Path | int) -> FileIdentity:
-        """The identity of a path or an open descriptor. Raises `CheckpointNotFoundError`."""
+        """The identity of a path or an open descriptor. Raises `CheckpointNotFoundError`, and `CheckpointError` for a path to no file."""
         try:
             found = os.stat(file)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(f"{file}: there is no such file.") from error
+        if isinstance(file, Path):  # who opened it has seen to that
+            refuse_stream(found.st_mode, file)
         return cls(found.st_size, found.st_mtime_ns, found.st_ino)
 
     def check(self, now: FileIdentity, file: CheckpointFile) -> None:

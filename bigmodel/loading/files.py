@@ -6,12 +6,16 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from ..errors import CheckpointError, CheckpointNotFoundError
 from .entry import FileIdentity
 from .location import CheckpointFile, RemoteFile
 
 __all__ = ["OpenFiles", "read_scattered"]
+
+# A pipe that has taken the place of a file would be waited for, if it were not for O_NONBLOCK, which means nothing for files.
+OPENED: Final = os.O_RDONLY | sum(getattr(os, flag, 0) for flag in ("O_CLOEXEC", "O_BINARY", "O_NONBLOCK"))
 
 _position = threading.Lock()
 
@@ -78,7 +82,7 @@ class OpenFiles:
             if file not in self._descriptors:
                 assert not isinstance(file, RemoteFile), file
                 try:
-                    self._descriptors[file] = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+                    self._descriptors[file] = os.open(file, OPENED)
                 except FileNotFoundError as error:
                     raise CheckpointNotFoundError(f"{file}: the file is gone since the checkpoint was opened.") from error
                 except OSError as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, CheckpointNotFoundError
 from .choose import INDEX_ENDING, choose
+from .entry import refuse_stream
 from .formats import FORMATS
 from .index import check_index_size, parse_index
 from .parts import Parts
@@ -15,13 +16,18 @@ __all__ = ["local_parts"]
 
 
 def local_parts(location: Path) -> Parts:
-    """The files at a path: a file, an index, or a folder, see `choose`. Raises `CheckpointNotFoundError` and `CheckpointError`."""
+    """The files at a path: a file, an index, or a folder, see `choose`.
+
+    Raises `CheckpointNotFoundError`, and `CheckpointError` for pipes, sockets and devices among others.
+    """
     if location.is_dir():
         return _folder_parts(location)
     if location.is_file():
         return _index_parts(location, location) if location.suffix == ".json" else Parts(location, (location,))
     if location.is_symlink():
         raise CheckpointNotFoundError(_dangling(location))
+    if location.exists():
+        refuse_stream(location.stat().st_mode, location)
     raise CheckpointNotFoundError(
         f"{location}: there is no such file or folder. (A repository on the hub is written 'owner/name' or 'hf://owner/name', as a string.)"
     )
@@ -31,7 +37,7 @@ def _folder_parts(folder: Path) -> Parts:
     try:
         chosen = choose([path.name for path in folder.iterdir() if path.is_file()], str(folder))
     except CheckpointNotFoundError:
-        _refuse_dangling(folder)
+        _refuse_no_files(folder)
         raise
     if isinstance(chosen, str):
         return _index_parts(folder / chosen, folder)
@@ -48,17 +54,23 @@ def _index_parts(index: Path, location: Path) -> Parts:
         file = index.parent / name
         if file.is_symlink() and not file.exists():
             raise CheckpointNotFoundError(f"{index}: names the file {name!r}. {_dangling(file)}")
+        if file.exists():
+            refuse_stream(file.stat().st_mode, file)
         if not file.is_file():
             raise CheckpointNotFoundError(f"{index}: names the file {name!r}, which is not there. Get it again, or delete the index.")
     weight_map = {name: index.parent / file for name, file in names.items()}
     return Parts(location, tuple(sorted(set(weight_map.values()))), weight_map)
 
 
-def _refuse_dangling(folder: Path) -> None:
-    """Raises `CheckpointNotFoundError` where a link in place of a file of a checkpoint points to nothing."""
+def _refuse_no_files(folder: Path) -> None:
+    """Raises `CheckpointError` where a link that points to nothing, or a pipe, is in the place of a file of a checkpoint."""
     endings = (INDEX_ENDING, *(suffix for format_ in FORMATS for suffix in format_.suffixes))
     for path in sorted(folder.iterdir()):
-        if path.name.lower().endswith(endings) and path.is_symlink() and not path.exists():
+        if not path.name.lower().endswith(endings):
+            continue
+        if path.exists():
+            refuse_stream(path.stat().st_mode, path)
+        elif path.is_symlink():
             raise CheckpointNotFoundError(_dangling(path))
 
 

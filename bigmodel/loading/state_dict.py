@@ -11,6 +11,7 @@ import torch
 from ..device_map import device_for, normalized
 from ..devices import as_device
 from .checkpoint import Checkpoint
+from .entry import FileIdentity
 from .host_memory import empty_host_tensor
 from .keys import Whole
 from .reader import Reader
@@ -29,6 +30,7 @@ def load_state_dict(checkpoint_file: str | Path, device_map: Mapping[str, object
     """
     file = Path(checkpoint_file)
     if file.suffix != ".safetensors":
+        FileIdentity.of(file)
         state: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", weights_only=True)
         return state
     checkpoint = Checkpoint.open(file)
