@@ -43,7 +43,7 @@ def _tokenizer(model: str) -> Any:
     advice = "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) beside config.json."
     gguf = _gguf(model)
     if gguf is not None:
-        advice = "A GGUF file has its tokenizer among its metadata (tokenizer.ggml.model, tokenizer.ggml.tokens): convert the model with it."
+        advice = "A GGUF file holds its tokenizer itself (tokenizer.ggml.model, tokenizer.ggml.tokens): convert the model with it."
     try:
         auto = transformers_module().AutoTokenizer
         tokenizer: Any = auto.from_pretrained(model) if gguf is None else auto.from_pretrained(gguf.parent, gguf_file=gguf.name)
