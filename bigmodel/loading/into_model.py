@@ -18,19 +18,21 @@ from ..atomic import folder_to_write, write_atomically
 from ..constants import OFFLOAD_INDEX_NAME
 from ..device_map import normalized, unknown_entries
 from ..devices import DeviceKey
-from ..errors import PlanError
+from ..errors import CheckpointError, PlanError
 from ..progress import ProgressCallback
 from ..protocols import Packer
 from .checkpoint import Checkpoint
 from .dtypes import dtype_rule
 from .entry import Sharded
 from .exchange import exchange, several_processes
+from .extra_state import ExtraStates, set_extra_states
 from .folder_owner import OWNER_NAME, check_owner, write_owner
 from .keys import KeyRules
 from .location import CheckpointFile, RemoteFile
 from .match import DtypeOf, Match, match
 from .materialize import materialize, placements
 from .offload_folder import load_offloaded_weight
+from .reader import Reader
 from .report import LoadReport
 from .set_tensor import set_module_tensor_to_device
 from .ways import Reading
@@ -231,6 +233,37 @@ def load_together(
         except Exception as problem:  # of any kind (rules are the caller's code): the others must not wait for this process
             error = problem
     exchange(model, found, error, rank0_reads=rank0_reads)
+    _set_extra_states_together(model, found, rank0_reads=rank0_reads)
+
+
+def _set_extra_states_together(model: nn.Module, found: Match | None, *, rank0_reads: bool) -> None:
+    """Gives all processes the extra states of modules, which process 0 reads for the others or each for itself."""
+    values: dict[str, Any] = {}
+    problem: Exception | None = None
+    if found is not None:
+        try:
+            values = _read_extra_states(found)
+        except Exception as error:  # whatever it is, the others must not wait for this process
+            problem = error
+    if rank0_reads:
+        told = [(values, None if problem is None else str(problem))]
+        torch.distributed.broadcast_object_list(told, src=0)
+        values, story = told[0]
+        if story is not None and problem is None:
+            raise CheckpointError(f"Process 0 could not read extra states: {story}")
+    if problem is not None:
+        raise problem
+    set_extra_states(model, values)
+
+
+def _read_extra_states(found: Match) -> dict[str, Any]:
+    extra = ExtraStates.to_read(found.extra_states)
+    reader = Reader(found.identities)
+    try:
+        reader.read(extra.jobs)
+    finally:
+        reader.close()
+    return extra.values()
 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, Mapping[str, Any]] | None, offload_folder: str | Path) -> None:

@@ -15,7 +15,8 @@ from ..errors import MatchError
 from ..modules import get_non_persistent_buffers, tensor_aliases
 from ..protocols import TensorSpec
 from .checkpoint import Checkpoint
-from .entry import FileIdentity
+from .entry import Entry, FileIdentity
+from .extra_state import JSON_TEXT, ExtraState, extra_state_takers
 from .keys import KeepsScales, KeyRules, SameNames, Source, Whole
 from .location import CheckpointFile
 from .scales import ScaledEntries, packed_form, scaled_entries
@@ -43,7 +44,7 @@ class Match:
     ignored: tuple[str, ...]
     """Tensors that nothing fills, which the caller allowed by `ignore_missing`."""
     kept: tuple[str, ...]
-    """Persistent buffers that the file lacks and that keep the values they have."""
+    """Persistent buffers and extra states that the file lacks and that keep the values they have."""
     unexpected: tuple[str, ...]
     """Entries that fill nothing."""
     misshapen: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
@@ -59,6 +60,8 @@ class Match:
     """Names of all entries, for suggestions."""
     identities: Mapping[CheckpointFile, FileIdentity]
     """The checkpoint's files as they were when it was opened."""
+    extra_states: Mapping[str, ExtraState]
+    """What fills the extra states of modules, by name in the state dict."""
 
     def check(self, *, strict: bool = False, allow_empty_buffers: bool = False) -> None:
         """Raises `MatchError` with everything that would leave the model wrong; `strict` refuses unexpected and kept names too."""
@@ -81,7 +84,7 @@ class Match:
         if strict and self.unexpected:
             problems.append(f"unexpected in the checkpoint: {_some(self.unexpected)}")
         if strict and self.kept:
-            problems.append(f"buffers missing in the checkpoint: {_some(self.kept)}")
+            problems.append(f"buffers or extra states missing in the checkpoint: {_some(self.kept)}")
         if problems:
             raise MatchError(
                 f"{self.location} does not fit the model. " + ". ".join(problem[0].upper() + problem[1:] for problem in problems) + "."
@@ -158,7 +161,8 @@ def match(
     specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     scaled = scaled_entries(checkpoint.entries, specs, rules.kept_scales if isinstance(rules, KeepsScales) else ())
     entries = scaled.entries
-    sources, unexpected = (rules or SameNames()).sources(entries, specs)
+    takers = extra_state_takers(model)
+    sources, unexpected = (rules or SameNames()).sources(entries, specs | {name: _extra_spec(name, entries) for name in takers})
     transfers: dict[str, Transfer] = {}
     missing: list[str] = []
     ignored: list[str] = []
@@ -185,6 +189,13 @@ def match(
             refused.append((first, objection))
             continue
         transfers[first] = transfer
+    extra_states: dict[str, ExtraState] = {}
+    for name in takers:
+        source = sources.get(name) or _aliased([name], sources, checkpoint)
+        if source is not None:
+            extra_states[name] = _extra_state(name, source, checkpoint.metadata, entries)
+        else:
+            (ignored if any(re.search(pattern, name) for pattern in ignore_missing) else kept).append(name)
     return Match(
         transfers=transfers,
         missing=tuple(missing),
@@ -198,7 +209,21 @@ def match(
         location=str(checkpoint.location),
         available=tuple(entries),
         identities=checkpoint.identities,
+        extra_states=extra_states,
     )
+
+
+def _extra_spec(name: str, entries: Mapping[str, Entry]) -> TensorSpec:
+    """For key rules: an extra state is what the checkpoint has; the model alone does not say."""
+    entry = entries.get(name)
+    return TensorSpec((0,), torch.uint8) if entry is None else TensorSpec(entry.shape, entry.dtype)
+
+
+def _extra_state(name: str, source: Source, metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> ExtraState:
+    transfer = lower(source, entries, name, torch.uint8)
+    dtype = next((piece.origin.dtype for piece in transfer.pieces if piece.origin.dtype is not None), torch.uint8)
+    is_text = isinstance(source, Whole) and metadata.get(source.name) == JSON_TEXT and dtype == torch.uint8
+    return ExtraState(Transfer(name, transfer.shape, dtype, transfer.pieces), is_text)
 
 
 def _aliased(names: Sequence[str], sources: Mapping[str, Source], checkpoint: Checkpoint) -> Source | None:

@@ -20,6 +20,7 @@ from ..progress import Progress, ProgressCallback
 from ..protocols import Packer, TensorSpec
 from ..text import bytes_text
 from .exchange import several_processes
+from .extra_state import ExtraStates, set_extra_states
 from .host_memory import empty_tensors
 from .location import RemoteFile
 from .mapped import mapped_tensors
@@ -141,12 +142,16 @@ def materialize(
     reader = Reader(match.identities, "buffered" if reading == "auto" and several_processes() else reading)
     kept_before = None if packer is None else kept_packed(packed_file, weights, packer)
     packed = PackedWeights()
-    total = sum(transfer.bytes_to_read for transfer in [*read, *(weights.values() if kept_before is None else ())])
+    extra = ExtraStates.to_read(match.extra_states)
+    total = sum(
+        transfer.bytes_to_read
+        for transfer in [*read, *(each for each, _ in extra.jobs), *(weights.values() if kept_before is None else ())]
+    )
     if kept_before is not None:
         total += sum(entry.nbytes for entry in kept_before.entries.values())
     try:
         with Progress(total, "Loading", show=progress, callback=progress_callback) as bar:
-            bytes_read = reader.read(jobs, bar, fresh=True)
+            bytes_read = reader.read([*jobs, *extra.jobs], bar, fresh=True)
             if packer is not None and weights:
                 places = {name: targets.get(keys[name]) for name in weights}
                 packed = bring_packed(reader, weights, places, packer, packed_file, kept_before, bar)
@@ -166,6 +171,7 @@ def materialize(
                 replacement.put(names[name], tensor)
             for name, transfer in on_disk.items():
                 replacement.put(names[name], torch.empty(transfer.shape, dtype=transfer.dtype, device="meta"))
+            set_extra_states(model, extra.values())
     finally:
         reader.close()
     return LoadReport(

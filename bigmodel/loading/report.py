@@ -38,7 +38,7 @@ class LoadReport:
     missing: tuple[str, ...]
     """Tensors of the model that were left as they are because the caller allowed it."""
     kept: tuple[str, ...]
-    """Persistent buffers that the checkpoint lacks and that keep their values."""
+    """Persistent buffers and extra states that the checkpoint lacks and that keep their values."""
     unexpected: tuple[str, ...]
     """Entries that fill nothing."""
     store: CheckpointStore | None

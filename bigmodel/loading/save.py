@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -19,6 +20,7 @@ from ..atomic import folder_to_write, write_all
 from ..constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_PATTERN_NAME
 from ..errors import CheckpointError
 from ..protocols import TensorSpec
+from .extra_state import JSON_TEXT, is_extra_state, text_tensor
 from .formats.safetensors import lay_out
 from .formats.torch_zip import TorchZipFormat
 from .tensor_file import byte_parts
@@ -49,11 +51,13 @@ def save_model(
         fetch: gives the values of a name in the state dict, for models whose weights are elsewhere; by default the tensor itself.
 
     Names of one tensor (ties, and views of the same memory) are saved once; the files' metadata maps the other names to the one that is
-    there, as `safetensors.torch.save_model` does, and loading fills them from it. In memory is one tensor at a time. All files appear
-    together when they are complete, and shards of an earlier save are removed then; an error leaves the folder as it was.
+    there, as `safetensors.torch.save_model` does, and loading fills them from it. Extra states of modules are saved too, see `extra_state`.
+    In memory is one tensor at a time. All files appear together when they are complete, and shards of an earlier save are removed then; an
+    error leaves the folder as it was.
 
-    Returns the files. Raises `CheckpointError` for tensors without values (on meta), for what is no tensor, for values that `fetch` gives
-    with another shape or dtype, for metadata that are not text, and for a folder that cannot be written (a file in the way, a full disk).
+    Returns the files. Raises `CheckpointError` for tensors without values (on meta), for what is no tensor (and no extra state of plain
+    values), for values that `fetch` gives with another shape or dtype, for metadata that are not text, and for a folder that cannot be
+    written (a file in the way, a full disk).
     """
     if "://" in str(folder):
         raise CheckpointError(f"{folder}: models are saved into a folder on this machine. Save there, and upload the files.")
@@ -63,7 +67,7 @@ def save_model(
                 f"metadata {{{key!r}: {value!r}}}: files hold text under names alone. Use str({key!r}) and str({value!r})."
             )
     folder = Path(folder)
-    tensors = _tensors(model)
+    tensors, texts = _tensors(model, safe_serialization)
     kept, aliases = without_aliases(tensors)
     if fetch is None:
         empty = [name for name in kept if kept[name].device.type == "meta"]
@@ -73,6 +77,7 @@ def save_model(
                 "Save through bigmodel's own functions, which fetch offloaded weights, or load the model first."
             )
         fetch = tensors.__getitem__
+    fetch = partial(_with_texts, texts, fetch)
     specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in kept.items()}
     shards = _shards(specs, max_shard_size)
     pattern, index_name = (
@@ -82,6 +87,7 @@ def save_model(
     with folder_to_write(folder), _published_together(folder, pattern, index_name) as temporary:
         for name, shard in zip(names, shards, strict=True):
             own = {alias: first for alias, first in aliases.items() if first in shard}
+            own |= dict.fromkeys((each for each in texts if each in shard), JSON_TEXT)
             if safe_serialization:
                 with open(temporary / name, "wb", buffering=0) as stream:
                     write_safetensors(stream, shard, fetch, {**(metadata or {}), **own})
@@ -99,12 +105,29 @@ def _nbytes(spec: TensorSpec) -> int:
     return torch.Size(spec.shape).numel() * spec.dtype.itemsize
 
 
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def _tensors(model: nn.Module, safe_serialization: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The state dict, and those of its tensors that hold plain values as text. Raises `CheckpointError` for what cannot be saved."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
+    texts = {}
     for name, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            raise CheckpointError(f"{name!r} in the state dict is a {type(value).__name__}, not a tensor; it cannot be saved here.")
-    return state
+        if isinstance(value, torch.Tensor):
+            continue
+        problem = f"{name!r} in the state dict is a {type(value).__name__}, not a tensor; it cannot be saved here."
+        if not is_extra_state(name):
+            raise CheckpointError(problem)
+        text = text_tensor(value)
+        if text is None:
+            raise CheckpointError(
+                f"{problem} Let get_extra_state give a tensor, or None, numbers, strings, lists, and dicts of these under names."
+            )
+        if not safe_serialization:
+            raise CheckpointError(f"{problem} Files of safetensors hold it as text: use safe_serialization=True.")
+        texts[name] = text
+    return state | texts, texts
+
+
+def _with_texts(texts: Mapping[str, torch.Tensor], fetch: Fetch, name: str) -> torch.Tensor:
+    return texts[name] if name in texts else fetch(name)
 
 
 def without_aliases(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -153,12 +153,12 @@ def test_shards_of_an_earlier_save_go(filled: nn.Module, tied: Build, tmp_path: 
 
 
 def test_an_entry_of_the_state_dict_that_is_no_tensor_is_named(tmp_path: Path) -> None:
-    class Extra(nn.Module):
-        def get_extra_state(self) -> dict[str, int]:
-            return {"a": 1}
+    class Stranger(nn.Module):
+        def state_dict(self, **_: object) -> dict[str, object]:
+            return {"a": {"b": 1}}
 
-    with pytest.raises(CheckpointError, match="'_extra_state' in the state dict is a dict"):
-        save_model(Extra(), tmp_path)
+    with pytest.raises(CheckpointError, match="'a' in the state dict is a dict"):
+        save_model(Stranger(), tmp_path)
 
 
 @pytest.fixture
