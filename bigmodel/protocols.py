@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-__all__ = ["Packer", "Packing", "Read", "Store", "TensorSpec", "WeightFormat"]
+__all__ = ["UNTRAINABLE", "Packer", "Packing", "Read", "Store", "TensorSpec", "WeightFormat"]
+
+UNTRAINABLE: Final = "untrainable"
+"""Attribute of a parameter that cannot be trained: what makes the error that says so. It goes with the parameter wherever that rests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import DispatchError
+from ..protocols import UNTRAINABLE
 from .lazy import HANDLERS, METADATA, VIEWERS, LazyTensor
 from .origin import CPU, Origin
 from .views import View, alike, iterate, view_by_strides, view_of
@@ -51,6 +52,16 @@ def _set(func: Any, args: Any, kwargs: Any) -> Any:
         raise RuntimeError(f"set_() cannot change {lazy.origin.label} from {lazy.dtype} to {source.dtype}.")
     _set_data_of(func, (lazy, source), {})
     return lazy
+
+
+def _ask_gradients(func: Any, args: Any, kwargs: Any) -> Any:
+    """`tensor.requires_grad_(…)`, `tensor.requires_grad = …`. Raises the parameter's own error where it cannot be trained."""
+    lazy = args[0]
+    wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+    if wanted and UNTRAINABLE in lazy.__dict__:
+        raise lazy.__dict__[UNTRAINABLE]()
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 def _cast(lazy: LazyTensor, dtype: torch.dtype | None, copy_asked: bool = False) -> Any:
@@ -224,11 +235,11 @@ _METADATA_FUNCTIONS: set[Any] = (
         "output_nr", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_is_view", "is_ipu", "is_maia",
         "is_vulkan", "is_xla", "is_mtia", "is_hpu", "_has_symbolic_sizes_strides", "grad_dtype",
     )
-    | {_T.requires_grad.__set__, _T.grad.__set__, _T.grad.__delete__}
+    | {_T.grad.__set__, _T.grad.__delete__}
     | _methods(
         _T,
         "size", "dim", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous", "is_floating_point", "is_complex",
-        "is_signed", "__len__", "data_ptr", "untyped_storage", "requires_grad_", "get_device", "register_hook", "is_pinned", "is_inference",
+        "is_signed", "__len__", "data_ptr", "untyped_storage", "get_device", "register_hook", "is_pinned", "is_inference",
         "register_post_accumulate_grad_hook", "retain_grad", "is_shared", "has_names", "is_conj", "is_neg", "ndimension", "dim_order",
         "_is_view", "is_same_size", "dense_dim", "sparse_dim",
     )
@@ -257,6 +268,8 @@ _HANDLED: dict[Any, Callable[[Any, Any, Any], Any]] = {
     _T.__dlpack__: _dlpack,
     _T.__dlpack_device__: _dlpack_device,
     _T.set_: _set,
+    _T.requires_grad.__set__: _ask_gradients,
+    _T.requires_grad_: _ask_gradients,
     _T.__iter__: iterate,
     _T.view_as: alike(_T.view),
     _T.reshape_as: alike(_T.reshape),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import nn
 
 from ..errors import QuantizationError
-from ..protocols import TensorSpec
+from ..protocols import UNTRAINABLE, TensorSpec
 from .packed_format import PackedFormat
 
 __all__ = ["PackedParameter", "PackedWeight"]
@@ -18,22 +19,24 @@ __all__ = ["PackedParameter", "PackedWeight"]
 class PackedParameter(nn.Parameter):
     """A packed tensor, as a parameter that refuses to be trained, by name."""
 
-    layer: str = ""
-    """Full name of the module that holds it, in the model that it was packed for; empty where that is not known."""
-
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Raises `QuantizationError` for True."""
         if requires_grad:
-            raise QuantizationError(f"{self.layer or 'A weight of the model'} is packed. {_NOT_TRAINED}")
+            raise self.__dict__.get(UNTRAINABLE, _untrainable)()
         return super().requires_grad_(False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = super().__deepcopy__(memo)
-        made.layer = self.layer
+        made.__dict__.update(self.__dict__)
         return made
 
 
 _NOT_TRAINED: Final = "Packed weights cannot be trained. Attach adapters (LoRA) to the layers, and train these."
+
+
+def _untrainable(layer: str = "") -> QuantizationError:
+    """`layer`: full name of the module that holds the tensor, in the model that it was packed for."""
+    return QuantizationError(f"{layer or 'A weight of the model'} is packed. {_NOT_TRAINED}")
 
 
 class PackedWeight(nn.Module):
@@ -86,8 +89,7 @@ class PackedWeight(nn.Module):
         """Tells the packed tensors what this module is called in the model, for errors."""
         self.full_name = name
         for tensor in self.packed_tensors().values():
-            if isinstance(tensor, PackedParameter):
-                tensor.layer = name
+            tensor.__dict__[UNTRAINABLE] = partial(_untrainable, name)
 
     def _fill_with_meta(self) -> None:
         self.fill({name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in self.specs().items()})

@@ -290,6 +290,19 @@ def test_training_packed_weights_is_refused(tmp_path, config):
     model.eval()
 
 
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, {"": "disk"}, {"": "cpu", "layers.0": "disk"}], ids=["cpu", "disk", "both"])
+def test_asking_packed_weights_for_gradients_is_refused_wherever_they_rest(tmp_path, config, device_map):
+    saved_net(tmp_path)
+    model = load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map=device_map, quantization=config)
+    for each in (model, copy.deepcopy(model)):
+        with pytest.raises(QuantizationError, match=r"layers\.\d\.\w+ is packed\. Packed weights cannot be trained\. Attach adapters"):
+            each.requires_grad_(True)
+    packed = {id(tensor) for layer in packed_layers(model).values() for tensor in layer.packed_tensors().values()}
+    assert not any(parameter.requires_grad for parameter in model.parameters() if id(parameter) in packed)
+    model.requires_grad_(False)
+    model.train()  # the refused attempt has left nothing behind
+
+
 def test_dispatched_packed_models_are_copied_and_taken_apart_again(tmp_path, config):
     net = saved_net(tmp_path)
     expected = output(with_bitsandbytes(net, config))
