@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -96,6 +97,20 @@ class CpuStates:
             random.setstate(self.python)
         if self.numpy is not None:
             numpy.random.set_state(self.numpy)
+
+    def parts(self) -> tuple[Any, ...]:
+        """To be compared: equal states have equal parts."""
+        return self.torch.numpy().tobytes(), self.python, pickle.dumps(self.numpy)
+
+    def packed(self) -> bytes:
+        """For other processes of this job."""
+        return pickle.dumps(self.parts())
+
+    @classmethod
+    def unpacked(cls, packed: bytes) -> CpuStates:
+        """What `packed` gave."""
+        state, python, of_numpy = pickle.loads(packed)
+        return cls(torch.frombuffer(bytearray(state), dtype=torch.uint8), python, pickle.loads(of_numpy))
 
     def plain(self) -> dict[str, Any]:
         """Numbers, words, None, lists and dictionaries only."""

@@ -21,9 +21,10 @@ from torch.utils.data import (
 from ...errors import TrainingError
 from ..gradient_state import GradientState
 from .position import LAYOUT, Draws, Position, Resumption
-from .samplers import BatchSamplerShard, SeedableRandomSampler, SkipBatchSampler, sampler_below, set_sampler_below
+from .samplers import BatchSamplerShard, Cursor, SeedableRandomSampler, SkipBatchSampler, sampler_below, set_sampler_below
 from .stateful import stateful_loader
 from .streams import IterableDatasetShard
+from .workers import Speaking, Told, WorkerDraws, WorkerStart
 
 __all__ = ["END", "PreparedLoader", "get_sampler", "loader_arguments"]
 
@@ -258,13 +259,16 @@ class PreparedLoader(DataLoader[Any]):
         self.remainder = -1
         self.set_epoch(going_on.epoch if going_on else position.epoch)
         position.workers_were_seeded = self._workers_are_seeded
+        workers = self._workers_of(going_on)
         if going_on is None:
             position.begin(position.epoch, Draws.now(self.own_generators(), self._draws_from_torch_alone()))
             position.batches = self.skip_batches
+            position.workers = workers
             batches = self._batches_from(self.skip_batches, None)
         else:
             position.begin(going_on.epoch, going_on.start)
             position.batches = going_on.batches
+            position.workers = workers
             batches = self._gone_on(going_on)
         self._workers_are_seeded = self.persistent_workers
         return batches
@@ -292,8 +296,12 @@ class PreparedLoader(DataLoader[Any]):
             self._pass_over(batches, start)
             cursor = None
         else:
-            cursor = _Cursor(SkipBatchSampler(self._indices, start))
-            batches = self._iterated(self._like_this(cursor))
+            workers = self._position.workers
+            first = start if workers is None else workers.start.first
+            cursor = Cursor(SkipBatchSampler(self._indices, first))
+            batches = self._heard(self._like_this(cursor))
+            for _ in range(first, start):  # read again, so that each worker process has the part that it had
+                next(batches, END)
         if going_on is not None and going_on.ahead is not None:
             # What a dataset draws for a sample is drawn as it was, now that the order is known again.
             if cursor is not None:
@@ -311,9 +319,53 @@ class PreparedLoader(DataLoader[Any]):
         """Gives the indices of every batch."""
         return self.sampler if self.batch_sampler is None else self.batch_sampler
 
+    @property
+    def _read_at_once(self) -> int:
+        """Batches that are read for a step."""
+        return 1
+
+    def _workers_of(self, going_on: Resumption | None) -> WorkerDraws | None:
+        """What the worker processes of an epoch that begins or goes on are to tell; None where nobody listens."""
+        if self._reads_here() or self._stateful is not None:
+            return None
+        steps, start = self.skip_batches, self._position.following_workers() if self._workers_are_seeded else None
+        if going_on is not None:
+            steps, start = going_on.batches, going_on.workers
+        usual = WorkerStart(steps * self._read_at_once, [None] * self.num_workers)
+        if start is not None and len(start.states) != self.num_workers:
+            logger.warning(
+                "The state is of a loader with %d worker processes, and this one has %d: what its data set draws at random in them "
+                "does not go on from there.",
+                len(start.states),
+                self.num_workers,
+            )
+            start = None
+        return WorkerDraws(
+            usual if start is None else start, isinstance(self.dataset, IterableDataset), self.persistent_workers, self._read_at_once
+        )
+
     def _whole(self) -> Iterator[Any]:
         """The epoch from its start."""
-        return self._iterated(self.base_dataloader)
+        return self._heard(self.base_dataloader)
+
+    def _heard(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """The batches of `loader`, whose worker processes, if it has some that tell what they draw, are listened to."""
+        workers = self._position.workers
+        if workers is None:
+            return self._iterated(loader)
+        speaking = Speaking(loader.collate_fn, loader.worker_init_fn, workers.start.states)
+        own = loader.collate_fn, loader.worker_init_fn
+        loader.collate_fn, loader.worker_init_fn = speaking.collate, speaking.begin
+        try:
+            batches: Iterator[Told] = self._iterated(loader)
+        finally:
+            loader.collate_fn, loader.worker_init_fn = own
+        return self._noted(batches, workers)
+
+    def _noted(self, batches: Iterator[Told], workers: WorkerDraws) -> Iterator[Any]:
+        for number, told in enumerate(batches, workers.start.first):
+            workers.note(number, told, self._position.batches)
+            yield told.batch
 
     def _iterated(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """torch's iterator over `loader`. For workers that persist a seed is drawn once, and none for others that stand in for them."""
@@ -335,24 +387,3 @@ class PreparedLoader(DataLoader[Any]):
     def _reads_here(self) -> bool:
         """Whether samples are read in this process, with its random generators."""
         return self.num_workers == 0
-
-
-class _Cursor:
-    """Indices whose first can be looked at before it is asked for."""
-
-    def __init__(self, indices: Iterable[Any]):
-        self.indices = indices
-        self.iterator: Iterator[Any] = iter(())
-
-    def __iter__(self) -> _Cursor:
-        self.iterator = iter(self.indices)
-        return self
-
-    def __next__(self) -> Any:
-        return next(self.iterator)
-
-    def look(self) -> None:
-        """Whatever the first index depends on is drawn."""
-        first = next(self.iterator, END)
-        if first is not END:
-            self.iterator = chain((first,), self.iterator)

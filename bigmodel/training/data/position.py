@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..random import CpuStates
+from .workers import WorkerDraws, WorkerStart
 
 __all__ = ["LAYOUT", "Draws", "Position", "Resumption"]
 
@@ -59,6 +60,8 @@ class Resumption:
     """torch's CPU generator before the next batch was read; None where worker processes read."""
     base: Any
     """The state of torchdata's loader; None without it."""
+    workers: WorkerStart | None
+    """How worker processes go on; None where there are none, or torchdata's."""
 
 
 @dataclass(slots=True)
@@ -78,6 +81,10 @@ class Position:
     """What torchdata's loader said before it read the batch that comes next."""
     workers_were_seeded: bool = False
     """Worker processes that persist were there when the epoch began: no seed was drawn for them."""
+    workers: WorkerDraws | None = None
+    """What worker processes have told of what they draw; None where there are none, or torchdata's."""
+    loaded_workers: WorkerStart | None = None
+    """How worker processes that persist begin the epoch that a loaded state stands before."""
     resumption: Resumption | None = None
     """Where the next iteration goes on, if it does."""
 
@@ -90,14 +97,23 @@ class Position:
         if self.finished:
             self.epoch, self.batches, self.finished = self.epoch + 1, 0, False
 
+    def following_workers(self) -> WorkerStart | None:
+        """How the workers of the next epoch begin, where they are those of this one; None where torch seeds them."""
+        if self.workers is None:
+            return self.loaded_workers
+        return self.workers.following() if self.workers.persist else None
+
     def state(self) -> dict[str, Any]:
         """What `load` takes."""
         going_on = self.resumption
         if going_on is None and self.batches and not self.finished:
             assert self.start is not None
-            going_on = Resumption(self.epoch, self.batches, self.start, self.ahead, self.base)
+            workers = None if self.workers is None else self.workers.at(self.batches)
+            going_on = Resumption(self.epoch, self.batches, self.start, self.ahead, self.base, workers)
         if going_on is None:
-            return {"layout": LAYOUT, "epoch": self.epoch + self.finished, "batches": 0}
+            following = self.following_workers()
+            coming = None if following is None else following.plain()
+            return {"layout": LAYOUT, "epoch": self.epoch + self.finished, "batches": 0, "workers": coming}
         return {
             "layout": LAYOUT,
             "epoch": going_on.epoch,
@@ -105,11 +121,15 @@ class Position:
             "start": going_on.start.plain(),
             "ahead": None if going_on.ahead is None else going_on.ahead.tolist(),
             "base": going_on.base,
+            "workers": None if going_on.workers is None else going_on.workers.plain(),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """The next iteration goes on where `state` was taken."""
         self.epoch, self.batches, self.finished, self.resumption = state["epoch"], 0, False, None
+        plain = state.get("workers")
+        workers = None if plain is None else WorkerStart.from_plain(plain)
+        self.workers, self.loaded_workers = None, workers
         if state["batches"]:
             ahead = state["ahead"]
             self.resumption = Resumption(
@@ -118,4 +138,5 @@ class Position:
                 start=Draws.from_plain(state["start"]),
                 ahead=None if ahead is None else torch.tensor(ahead, dtype=torch.uint8),
                 base=state["base"],
+                workers=workers,
             )

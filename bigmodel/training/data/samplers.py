@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 
 from ...errors import TrainingError
 
-__all__ = ["BatchSamplerShard", "SeedableRandomSampler", "SkipBatchSampler", "sampler_below", "set_sampler_below"]
+__all__ = ["BatchSamplerShard", "Cursor", "SeedableRandomSampler", "SkipBatchSampler", "sampler_below", "set_sampler_below"]
 
 UNKNOWN = -1
 """A count of samples that nobody can tell."""
@@ -249,3 +249,24 @@ def set_sampler_below(source: Any, sampler: Any) -> Any:
         return sampler
     source.sampler = sampler
     return source
+
+
+class Cursor:
+    """Indices whose first can be looked at before it is asked for."""
+
+    def __init__(self, indices: Iterable[Any]):
+        self.indices = indices
+        self.iterator: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Cursor:
+        self.iterator = iter(self.indices)
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.iterator)
+
+    def look(self) -> None:
+        """Whatever the first index depends on is drawn."""
+        for first in self.iterator:
+            self.iterator = chain((first,), self.iterator)
+            return
