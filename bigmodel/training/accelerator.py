@@ -264,11 +264,12 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """`loss.backward(**kwargs)`, with the loss divided by the batches that are accumulated, and scaled where the precision needs it."""
-        strategy = self.strategy
+        strategy, state = self.strategy, self.gradient_state
         if strategy.divides_losses:
-            steps = self.gradient_state.num_steps
+            steps = state.num_steps
             if steps > 1:
                 loss = loss / steps
+        state.gradients_wait = True
         strategy.backward(loss, **kwargs)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:

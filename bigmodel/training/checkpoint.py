@@ -12,6 +12,7 @@ from ..constants import RNG_STATE_NAME, SAMPLER_NAME, SCALER_NAME, SCHEDULER_NAM
 from ..errors import TrainingError
 from .checkpoint_folder import delete_oldest, filled_together, latest_checkpoint, next_checkpoint, read_manifest, together
 from .collectives import gather_object
+from .gradients import forget_gradients, gradients_wait, load_gradients, save_gradients
 from .random import restore_rng_states, rng_states
 from .training_files import file_name, read_plain, write_plain
 
@@ -34,26 +35,27 @@ def save_training_state(accelerator: Accelerator, output_dir: str | PathLike[str
         raise TrainingError("save_state needs a folder: give one, or set ProjectConfiguration(automatic_checkpoint_naming=True).")
     with together("save_state"):
         folder = next_checkpoint(project) if named else _whole_path(str(output_dir))
-    if not accelerator.sync_gradients:
-        warnings.warn(
-            f"The state is saved while gradients are accumulated (batch {accelerator.step} of {accelerator.gradient_accumulation_steps} "
-            "to a step); these gradients are not part of it. Save where `accelerator.sync_gradients` is True for an exact continuation.",
-            stacklevel=3,
-        )
     facts = {
         "format": 1,
         "num_processes": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
         "step": accelerator.step,
         "iteration": project.iteration,
+        "sync_gradients": accelerator.sync_gradients,
+        "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
     }
     with together("save_state"):
-        own = {"random": rng_states(), "positions": [loader.state_dict() for loader in accelerator._dataloaders]}
+        own = {
+            "random": rng_states(),
+            "positions": [loader.state_dict() for loader in accelerator._dataloaders],
+            "gradients": gradients_wait(accelerator),
+        }
     of_ranks: list[dict[str, Any]] = gather_object([own])
     with filled_together(folder, accelerator._writes_files, facts) as temporary:
         _save_models(accelerator, temporary, safe_serialization, kwargs)
         for index, optimizer in enumerate(accelerator._optimizers):
             accelerator.strategy.save_optimizer(optimizer, index, temporary)
+        facts["gradients"] = _save_gradients(accelerator, temporary, any(of_rank["gradients"] for of_rank in of_ranks))
         if accelerator._writes_files:
             _save_small(accelerator, temporary, of_ranks)
     if named:
@@ -81,6 +83,27 @@ def _save_models(accelerator: Accelerator, folder: Path, safe_serialization: boo
     for index, (model, state) in enumerate(zip(accelerator._models, before, strict=True)):
         if id(state) in kept and any(each is model for each in models):
             strategy.save_model(model, index, state, folder, safe_serialization)
+
+
+def _save_gradients(accelerator: Accelerator, folder: Path, are_there: bool) -> bool:
+    """Whether gradients of an accumulation are in the state, as they are if some process has some; what cannot be saved is told."""
+    if accelerator.strategy.keeps_gradients:
+        if not are_there:
+            return False
+        if all(gather_object([folder.is_dir()])):
+            save_gradients(accelerator, folder)
+            return True
+        why = f"some processes do not see {folder.parent} (ProjectConfiguration(save_on_each_node=True) saves on every host)"
+    elif are_there or not accelerator.sync_gradients:
+        why = f"{accelerator.distributed_type} keeps them in parts of its own"
+    else:
+        return False
+    warnings.warn(
+        f"The state is saved while gradients are accumulated (batch {accelerator.step} of {accelerator.gradient_accumulation_steps} "
+        f"to a step), and they are not part of it: {why}. Save where `accelerator.sync_gradients` is True for an exact continuation.",
+        stacklevel=4,
+    )
+    return False
 
 
 def _save_small(accelerator: Accelerator, folder: Path, of_ranks: list[dict[str, Any]]) -> None:
@@ -115,8 +138,10 @@ def load_training_state(
         for index, optimizer in enumerate(accelerator._optimizers):
             accelerator.strategy.load_optimizer(optimizer, index, folder, map_location)
         _load_small(accelerator, folder)
+        _load_gradients(accelerator, folder, facts)
         _load_places(accelerator, folder, facts)
     accelerator.step = int(facts.get("step", 0))
+    accelerator.sync_gradients = bool(facts.get("sync_gradients", True))
     if project.automatic_checkpoint_naming:
         project.iteration = max(project.iteration, int(facts.get("iteration", -1)) + 1)
 
@@ -147,6 +172,23 @@ def _load_small(accelerator: Accelerator, folder: Path) -> None:
         accelerator.loss_scale.scaler.load_state_dict(read_plain(folder / SCALER_NAME, "the gradient scaler"))
     for index, thing in enumerate(accelerator._custom_objects):
         thing.load_state_dict(read_plain(folder / f"{CUSTOM_NAME}_{index}.pkl", f"the registered {type(thing).__name__}"))
+
+
+def _load_gradients(accelerator: Accelerator, folder: Path, facts: dict[str, Any]) -> None:
+    if not accelerator.strategy.keeps_gradients:
+        return
+    forget_gradients(accelerator)
+    accelerator.gradient_state.gradients_wait = waits = bool(facts.get("gradients"))
+    if not waits:
+        return
+    load_gradients(accelerator, folder, facts["num_processes"])
+    steps = facts["gradient_accumulation_steps"]
+    if steps != accelerator.gradient_accumulation_steps:
+        warnings.warn(
+            f"{folder} was saved in the middle of an accumulation of {steps} batches: its gradients are divided by {steps}, "
+            f"those to come by {accelerator.gradient_accumulation_steps}.",
+            stacklevel=4,
+        )
 
 
 def _load_places(accelerator: Accelerator, folder: Path, facts: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ class GradientState:
 
     Attributes:
         sync_gradients: whether this step's gradients are synchronized, and the optimizer steps.
+        gradients_wait: whether `Accelerator.backward` has added gradients since a prepared optimizer stepped last.
         plugin_kwargs: the settings by name, as below; a change counts at once.
         num_steps: batches whose gradients are added up before a step.
         adjust_scheduler: whether the scheduler counts the batches that take no optimizer step.
@@ -43,6 +44,7 @@ class GradientState:
     _shared_state: ClassVar[dict[str, Any]] = {}
 
     sync_gradients: bool
+    gradients_wait: bool
     plugin_kwargs: dict[str, Any]
     _loaders: list[weakref.ref[Any]]
 
@@ -50,6 +52,7 @@ class GradientState:
         self.__dict__ = self._shared_state
         if not self.initialized:
             self.sync_gradients = True
+            self.gradients_wait = False
             self.plugin_kwargs = {"num_steps": 1, "adjust_scheduler": True, "sync_with_dataloader": True, "sync_each_batch": False}
             self._loaders = []
         if gradient_accumulation_plugin is not None:

@@ -57,6 +57,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Steps where gradients are complete (`GradientState.sync_gradients`); else nothing. Returns what the optimizer inside returns."""
         if not self.gradient_state.sync_gradients:
             return None
+        self.gradient_state.gradients_wait = False
         if self.scaler is None:
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         self._stepped = False

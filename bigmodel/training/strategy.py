@@ -69,6 +69,8 @@ class Strategy:
     """Whether every process writes a part of the model."""
     divides_losses: bool = True
     """Whether `Accelerator.backward` divides losses by the number of accumulated batches."""
+    keeps_gradients: bool = True
+    """Whether gradients that are being accumulated are the parameters' own, whole, so that they can be saved with a state."""
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from processes import Processes, RanksFailed
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,6 +18,7 @@ from bigmodel.training.accelerator import Accelerator
 from bigmodel.training.accelerator_state import AcceleratorState
 from bigmodel.training.configuration import DataLoaderConfiguration, ProjectConfiguration
 from bigmodel.training.gradient_state import GradientState
+from bigmodel.training.handlers import DistributedDataParallelKwargs
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -70,6 +72,39 @@ def test_every_process_goes_on_to_the_bit(processes: Sizes, config: dict[str, An
         assert seen == whole
     assert [file.name for file in tmp_path.iterdir()] == ["state"]
     assert {"random_states_0.pkl", "random_states_1.pkl"} <= {file.name for file in (tmp_path / "state").iterdir()}
+
+
+def stopped_between_steps(folder: str) -> tuple[list[Any], list[Any]]:
+    options = {"kwargs_handlers": [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]}
+    whole = list(Job({}, **options).steps(2))
+    first = Job({}, **options)
+    steps = first.steps(1)
+    seen = [next(steps) for _ in range(3)]
+    first.accelerator.save_state(folder)
+    del steps
+    second = Job({}, **options)
+    torch.manual_seed(99)
+    second.accelerator.load_state(folder)
+    return whole, seen + list(second.steps(2))
+
+
+def gradients_after_loading(folder: str) -> dict[str, Any]:
+    job = Job({})
+    job.accelerator.load_state(folder)
+    return {f"model_0.{name}": parameter.grad for name, parameter in job.model.named_parameters()}
+
+
+def test_every_process_keeps_its_gradients(processes: Sizes, tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    for whole, seen in processes(2).run(stopped_between_steps, str(folder)):
+        assert seen == whole
+    files = [load_file(folder / f"gradients_{rank}.safetensors") for rank in range(2)]
+    assert not all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+    with pytest.warns(UserWarning, match="saved by 2 processes and is loaded by 1"):
+        alone = gradients_after_loading(str(folder))
+    assert alone.keys() == files[0].keys()
+    for name, gradient in alone.items():
+        assert torch.equal(gradient, files[0][name] / 2 + files[1][name] / 2)
 
 
 def weights_after_loading(folder: str) -> list[torch.Tensor]:

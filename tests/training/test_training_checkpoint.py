@@ -21,6 +21,7 @@ from bigmodel.training.accelerator import Accelerator
 from bigmodel.training.accelerator_state import AcceleratorState
 from bigmodel.training.configuration import DataLoaderConfiguration, ProjectConfiguration
 from bigmodel.training.gradient_state import GradientState
+from bigmodel.training.plugins.fsdp import FullyShardedDataParallelPlugin
 
 SAMPLES = 20
 
@@ -395,11 +396,99 @@ def test_hooks_save_and_load_in_their_own_way(tmp_path: Path) -> None:
     assert calls == ["save", "load"]
 
 
-def test_saving_between_two_steps_is_told(tmp_path: Path) -> None:
-    job = Job()
-    next(job.steps(1))
-    with pytest.warns(UserWarning, match="batch 1 of 2"):
-        job.accelerator.save_state(tmp_path)
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"mixed_precision": "fp16"}, {"dynamo_backend": "eager"}])
+@pytest.mark.parametrize("stop", [1, 5, 13])
+def test_a_job_that_was_stopped_between_two_steps_goes_on_to_the_bit(options: dict[str, Any], stop: int, tmp_path: Path) -> None:
+    whole = list(Job(**options).steps(2))
+    first = Job(**options)
+    steps = first.steps(2)
+    seen = [next(steps) for _ in range(stop)]
+    gradients = [None if each.grad is None else each.grad.clone() for each in first.model.parameters()]
+    first.accelerator.save_state(tmp_path / "state")
+    assert (tmp_path / "state" / "gradients_0.safetensors").exists()
+    second = Job(**options)
+    next(second.steps(1))  # gradients of its own, that go
+    second.accelerator.load_state(tmp_path / "state")
+    assert not second.accelerator.sync_gradients
+    for parameter, expected in zip(second.model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=0, equal_nan=True)  # fp16 begins with overflows
+    seen += list(second.steps(2 - stop // 10))
+    assert seen == whole
+
+
+def test_gradients_of_a_loop_that_counts_by_itself(tmp_path: Path) -> None:
+    def job() -> tuple[Accelerator, nn.Module, Any]:
+        fresh()
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        model = nn.Linear(3, 1)
+        return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def backward(accelerator: Accelerator, model: nn.Module) -> None:
+        accelerator.backward(model(torch.arange(3.0)).sum())
+
+    accelerator, model, optimizer = job()
+    backward(accelerator, model)
+    accelerator.save_state(tmp_path / "waiting")
+    backward(accelerator, model)
+    optimizer.step()
+    accelerator.save_state(tmp_path / "stepped")  # what the next step's zero_grad will take
+    assert not (tmp_path / "stepped" / "gradients_0.safetensors").exists()
+    expected = model.weight.detach().clone()
+    accelerator, model, optimizer = job()
+    accelerator.load_state(tmp_path / "waiting")
+    backward(accelerator, model)
+    optimizer.step()
+    assert torch.equal(model.weight, expected)
+    accelerator.load_state(tmp_path / "stepped")
+    assert model.weight.grad is None
+
+
+def test_gradients_that_cannot_be_saved_or_do_not_fit_are_told(tmp_path: Path) -> None:
+    fresh()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Embedding(4, 2, sparse=True)
+    model, _ = accelerator.prepare(model, torch.optim.SparseAdam(model.parameters()))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.tensor([1])).sum())
+    with pytest.raises(TrainingError, match=r"gradients of model_0\.weight are sparse.*sync_gradients"):
+        accelerator.save_state(tmp_path / "sparse")
+
+    def job(size: int, steps: int = 2) -> tuple[Accelerator, nn.Module]:
+        fresh()
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+        model = nn.Linear(size, 2)
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(size)).sum())
+        return accelerator, model
+
+    job(3)[0].save_state(tmp_path / "three")
+    accelerator, _ = job(3, steps=4)
+    with pytest.warns(UserWarning, match=r"accumulation of 2 batches.*divided by 2, those to come by 4"):
+        accelerator.load_state(tmp_path / "three")
+    job(4)[0].save_state(tmp_path / "four")
+    # Hooks may fill models in their own way, so the gradients are looked at by themselves.
+    accelerator, _ = job(3)
+    accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())
+    with pytest.raises(MatchError, match=r"model_0\.weight is a gradient of shape \(2, 4\); the parameter has shape \(2, 3\)"):
+        accelerator.load_state(tmp_path / "four")
+    (tmp_path / "three" / "gradients_0.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"gradients_0\.safetensors is missing"):
+        accelerator.load_state(tmp_path / "three")
+
+
+def test_gradients_that_are_kept_in_parts_are_told(tmp_path: Path) -> None:
+    fresh()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=FullyShardedDataParallelPlugin())
+    model = nn.Linear(3, 2)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 3)).sum())
+    with pytest.warns(UserWarning, match=r"batch 1 of 2.*not part of it: FSDP keeps them in parts.*sync_gradients"):
+        accelerator.save_state(tmp_path)
+    accelerator.load_state(tmp_path)
+    assert accelerator.step == 1
 
 
 def test_without_a_folder_there_is_nothing_to_do() -> None:

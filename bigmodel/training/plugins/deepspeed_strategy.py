@@ -37,6 +37,7 @@ class DeepSpeedStrategy(Strategy):
     """
 
     scales_losses = False
+    keeps_gradients = False
 
     def __init__(self, accelerator: Accelerator):
         super().__init__(accelerator)

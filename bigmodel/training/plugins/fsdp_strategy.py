@@ -44,6 +44,8 @@ class FullyShardedStrategy(Strategy):
     sharded: it may be too big for one process. Its values are in `state_dict` and in the files of `save_weights`.
     """
 
+    keeps_gradients = False
+
     def __init__(self, accelerator: Accelerator):
         super().__init__(accelerator)
         self.plugin = accelerator.state.fsdp_plugin
