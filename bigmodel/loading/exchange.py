@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import BigModelError, CheckpointError
-from .first_touch import FirstTouch
 from .host_memory import empty_tensor
+from .huge_pages import ask_for_huge_pages
 from .match import Match
 from .reader import Reader
 from .replace import Replacement
@@ -66,7 +66,7 @@ def exchange(model: nn.Module, match: Match | None, error: Exception | None, *, 
     dtypes, aliases = told
     device = _link_device()
     targets = _targets(model, dtypes)
-    first_touch = FirstTouch(target.local for target in targets.values())
+    ask_for_huge_pages(target.local for target in targets.values())
     readers = 1 if rank0_reads else dist.get_world_size()
     reader = Reader(None if match is None else match.identities)
     rank = dist.get_rank()
@@ -86,7 +86,7 @@ def exchange(model: nn.Module, match: Match | None, error: Exception | None, *, 
                 sent = own if own is not None and source == rank else torch.empty(shape, dtype=target.local.dtype)
                 sent = sent.to(device)
                 dist.broadcast(sent.view(-1).view(torch.uint8), src=source)
-                _put(target, chunk, sent, first_touch)
+                _put(target, chunk, sent)
     finally:
         reader.close()
     with Replacement(model) as replacement:
@@ -182,7 +182,7 @@ def _read(reader: Reader, transfer: Transfer, chunk: _Chunk) -> torch.Tensor:
     return values
 
 
-def _put(target: _Target, chunk: _Chunk, values: torch.Tensor, first_touch: FirstTouch) -> None:
+def _put(target: _Target, chunk: _Chunk, values: torch.Tensor) -> None:
     """Copies what this process holds of the chunk."""
     local = target.local
     if not local.dim():
@@ -194,5 +194,4 @@ def _put(target: _Target, chunk: _Chunk, values: torch.Tensor, first_touch: Firs
         return
     inner = tuple(slice(start, start + size) for start, size in zip(target.start[1:], local.shape[1:], strict=True))
     rows = local[low - target.start[0] : high - target.start[0]]
-    first_touch.prepare(rows)
     rows.copy_(values[(slice(low - chunk.start, high - chunk.start), *inner)])

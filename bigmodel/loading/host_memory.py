@@ -13,7 +13,7 @@ __all__ = ["as_memory", "empty_host_tensor", "empty_tensor", "empty_tensors"]
 
 
 def empty_host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised contiguous tensor on CPU, which any thread may fill. `FirstTouch` gives it its memory when it is filled."""
+    """An uninitialised contiguous tensor on CPU, which any thread may fill."""
     with torch.inference_mode(False):  # a tensor made in inference mode cannot be filled from outside of it
         return torch.empty(shape, dtype=dtype, device="cpu")
 

@@ -16,8 +16,8 @@ from ..waiting import result_of
 from .copying import copy_rounded
 from .entry import FileIdentity, contiguous_strides
 from .files import OpenFiles
-from .first_touch import FirstTouch
 from .host_memory import empty_host_tensor
+from .huge_pages import ask_for_huge_pages
 from .location import CheckpointFile
 from .ranges import Batch, Range, ReadPlan, plan_reads
 from .remote.reader import RemoteReader
@@ -93,16 +93,17 @@ class Reader:
         if plan.remote:
             self._remote.read(plan.remote, flat, progress)
         if in_this_thread or len(plan.batches) <= 1 or plan.filled_bytes <= INLINE_BYTES:
-            _drain(iter(plan.batches), flat, streams, Way("buffered", self.files, descriptors, 0), None, progress, Crew())
+            _drain(iter(plan.batches), flat, streams, Way("buffered", self.files, descriptors, 0), progress, Crew())
             return
         way = Way(self._reading, self.files, descriptors, sum(batch.nbytes for batch in plan.batches))
         pending = _Shared(plan.batches, descriptors, way)
-        first_touch = FirstTouch(flat) if fresh else None
+        if fresh:
+            ask_for_huge_pages(flat)
         crew = Crew()
         pool = workers()
         count = min(reading_threads() if way.is_buffered else max(MIN_WORKERS, reading_threads()), len(plan.batches))
         try:
-            futures = [pool.submit(_drain, pending, flat, streams, way, first_touch, progress, crew) for _ in range(count)]
+            futures = [pool.submit(_drain, pending, flat, streams, way, progress, crew) for _ in range(count)]
             for future in futures:
                 result_of(future)
         finally:
@@ -182,7 +183,6 @@ def _drain(
     destinations: Sequence[torch.Tensor],
     streams: Mapping[torch.device, torch.Stream],
     way: Way,
-    first_touch: FirstTouch | None,
     progress: Progress | None,
     crew: Crew,
 ) -> None:
@@ -196,7 +196,7 @@ def _drain(
                     return
                 if window is None and not way.is_buffered:
                     window = way.new_window()
-                _read_batch(batch, destinations, way, first_touch, staging, window)
+                _read_batch(batch, destinations, way, staging, window)
                 if progress is not None:
                     progress.advance(batch.filled_bytes)
         finally:
@@ -207,7 +207,6 @@ def _read_batch(
     batch: Batch,
     destinations: Sequence[torch.Tensor],
     way: Way,
-    first_touch: FirstTouch | None,
     staging: Staging,
     window: torch.Tensor | None,
 ) -> None:
@@ -223,16 +222,12 @@ def _read_batch(
         if each.dims is None:
             item = each.dtype.itemsize
             parts.append(destinations[each.job].view(torch.uint8)[each.first * item : each.first * item + each.nbytes])
-            if first_touch is not None:
-                first_touch.prepare(parts[-1])
         else:
             assert memory is not None
             part = memory[used : used + each.nbytes]
             used += each.staged_bytes
             parts.append(part)
             copies.append((each, part))
-            if first_touch is not None and each.dense_elements:
-                first_touch.prepare(destinations[each.job][each.first : each.first + each.dense_elements])
         position = each.offset + each.nbytes
     way.read(batch.file, batch.ranges[0].offset, parts, window, again=batch.read_again)
     staging.put(copies)

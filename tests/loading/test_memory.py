@@ -14,8 +14,8 @@ from bigmodel.constants import RING_BYTES, MiB
 
 LAYERS = 16
 FORMS = ("one", "sharded", "torch")
-PAGES = ("found cheaper", "huge")
-"""What destinations are made of: what the system has cheapest, or huge pages as far as it has any."""
+PAGES = ("said to be cheap", "huge")
+"""What destinations are made of: what the system says is cheap, or huge pages as far as it has any."""
 DTYPES = (("float32", "float32"), ("float32", "float16"), ("bfloat16", "float32"))
 
 # A process of its own, so that nothing else moves its memory.
@@ -24,10 +24,10 @@ import json, sys, threading, time
 import torch
 from torch import nn
 from bigmodel.devices import private_bytes
-from bigmodel.loading import Checkpoint, first_touch, init_empty_weights, load
+from bigmodel.loading import Checkpoint, huge_pages, init_empty_weights, load
 
 if sys.argv[2] == "huge":
-    first_touch._Kinds.choose = lambda self, nbytes: True
+    huge_pages._cheap_block_bytes = lambda: huge_pages._number(huge_pages.BLOCK_SIZE) or 0
 
 def extra_bytes(folder, dtype):
     with init_empty_weights():
