@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as real_wait
@@ -53,3 +55,31 @@ def test_a_signal_in_the_moment_before_a_wait_is_noticed(monkeypatch: pytest.Mon
         assert not future.done()
     finally:
         timer.cancel()
+
+
+DAEMONS = """
+import os, sys, threading, time
+import torch
+from bigmodel.waiting import start_daemon
+
+def compute():
+    until = time.monotonic() + 0.2
+    values = torch.ones(1000)
+    while time.monotonic() < until:
+        for _ in range(100):
+            values.mul(1.0)
+    os.write(1, b"done\n")
+
+start_daemon(threading.Event().wait, "silent")
+for _ in range(3):
+    start_daemon(compute, "computing")
+time.sleep(0.05)
+print("end", flush=True)
+"""
+
+
+def test_the_end_of_the_process_lets_daemons_leave_torch_and_does_not_wait_for_silent_ones() -> None:
+    for _ in range(2):
+        run = subprocess.run([sys.executable, "-c", DAEMONS], capture_output=True, text=True, check=False, timeout=100)
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.splitlines() == ["end", "done", "done", "done"]

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 import torch
 
 from ..devices import reading_threads
-from ..waiting import result_of
+from ..waiting import result_of, start_daemon
 
 __all__ = ["MIN_WORKERS", "Crew", "in_order", "workers"]
 
@@ -126,8 +126,7 @@ def in_order(work: Callable[[Item], Result], items: Sequence[Item], most: int) -
 
     try:
         for _ in range(min(most, len(items))):
-            # Daemons: the process does not wait for them either.
-            threading.Thread(target=run, name="bigmodel-order", daemon=True).start()
+            start_daemon(run, "bigmodel-order")
         return [result_of(future) for future in futures]
     finally:
         for _ in left:

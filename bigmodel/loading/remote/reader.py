@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 from collections import Counter
@@ -14,7 +15,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...progress import Progress
-from ...waiting import LOOK_UP_SECONDS
+from ...waiting import LOOK_UP_SECONDS, start_daemon
 from ..copying import put_range
 from ..entry import FileIdentity
 from ..location import CheckpointFile, RemoteFile
@@ -158,12 +159,11 @@ def _in_threads(workers: Sequence[_Worker], stop: threading.Event) -> None:
         else:
             done.put(None)
 
-    # Daemons: one that waits for a silent server must not keep the process from ending.
-    threads = [threading.Thread(target=work, args=(worker,), name="bigmodel-fetch", daemon=True) for worker in workers]
+    threads: list[threading.Thread] = []
     threads_before = torch.get_num_threads()
     try:
-        for thread in threads:
-            thread.start()
+        for worker in workers:
+            threads.append(start_daemon(functools.partial(work, worker), "bigmodel-fetch"))
         for _ in threads:
             ready.acquire()
         torch.set_num_threads(threads_before)  # the number last set anywhere is that of threads to come
