@@ -57,7 +57,7 @@ def test_a_signal_in_the_moment_before_a_wait_is_noticed(monkeypatch: pytest.Mon
         timer.cancel()
 
 
-DAEMONS = """
+DAEMONS = r"""
 import os, sys, threading, time
 import torch
 from bigmodel.waiting import start_daemon
