@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ..errors import DistributedOperationException
 from .agreement import INLINE_BYTES, Visit, all_gather, meet
 from .state import PartialState
-from .wire import buckets, check_rank, from_bytes, has_arithmetic, is_plain, joined, put, total_bytes, wire_device, within_frame
+from .wire import buckets, check_rank, from_bytes, has_arithmetic, in_order, is_plain, joined, put, total_bytes, wire_device, within_frame
 
 __all__ = [
     "CannotPadNestedTensorWarning",
@@ -69,12 +69,14 @@ def _rows_of_ranks(visit: Visit, state: PartialState) -> Iterator[tuple[list[tor
         yield visit.tensors, frames.rows[:, : frames.sizes[0]]
         return
     wire = wire_device(state)
-    for bucket in buckets(visit.tensors):
-        flat = joined(bucket, wire)
-        rows = torch.empty(state.num_processes, flat.numel(), dtype=torch.uint8, device=wire)
-        if flat.numel():
-            all_gather(rows.view(-1), flat)
-        yield bucket, rows
+
+    def started() -> Iterator[tuple[Any, tuple[list[torch.Tensor], torch.Tensor]]]:
+        for bucket in buckets(visit.tensors):
+            flat = joined(bucket, wire)
+            rows = torch.empty(state.num_processes, flat.numel(), dtype=torch.uint8, device=wire)
+            yield all_gather(rows.view(-1), flat, async_op=True) if flat.numel() else None, (bucket, rows)
+
+    yield from in_order(started())
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
@@ -104,14 +106,24 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     frames = meet(visit, mine)
     if inline:
         return put(tensor, visit.tensors if gives else _overwritten(visit.tensors, frames.rows[from_process]))
+
+    begun: set[int] = set()
+
+    def started() -> Iterator[tuple[Any, tuple[list[torch.Tensor], torch.Tensor | None]]]:
+        for bucket in buckets(visit.tensors):
+            only = bucket[0] if len(bucket) == 1 else None
+            in_place = only is not None and is_plain(only) and only.device.type == wire.type and _can_be_overwritten(only)
+            # Memory that several tensors share is not written by two collectives at once.
+            memories = {given.untyped_storage().data_ptr() for given in bucket}
+            in_place = in_place and begun.isdisjoint(memories)
+            begun.update(memories)
+            flat = joined(bucket, wire) if gives or in_place else torch.empty(total_bytes(bucket), dtype=torch.uint8, device=wire)
+            work = dist.broadcast(flat, src=from_process, async_op=True) if flat.numel() else None
+            yield work, (bucket, None if gives or in_place else flat)
+
     results: list[torch.Tensor] = []
-    for bucket in buckets(visit.tensors):
-        only = bucket[0] if len(bucket) == 1 else None
-        in_place = only is not None and is_plain(only) and only.device.type == wire.type and _can_be_overwritten(only)
-        flat = joined(bucket, wire) if gives or in_place else torch.empty(total_bytes(bucket), dtype=torch.uint8, device=wire)
-        if flat.numel():
-            dist.broadcast(flat, src=from_process)
-        results += bucket if gives or in_place else _overwritten(bucket, flat)
+    for bucket, sent in in_order(started()):
+        results += bucket if sent is None else _overwritten(bucket, sent)
     return put(tensor, results)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from ..errors import TrainingError
 from .agreement import Visit, meet
 from .nested import recursively_apply
 from .state import PartialState
-from .wire import buckets, from_bytes, has_arithmetic, put, wire_device, within_frame
+from .wire import buckets, from_bytes, has_arithmetic, in_order, put, wire_device, within_frame
 
 __all__ = ["reduce"]
 
@@ -53,11 +55,14 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     inline, mine = within_frame(visit, state)
     rows = meet(visit, mine).rows
     reduced = _in_frames(visit.tensors, rows, reduction) if inline else _in_buckets(visit.tensors, reduction, wire_device(state))
-    if reduction == "mean":
-        reduced = [numbers.div_(state.num_processes) for numbers in reduced]
-    if scale != 1.0:
-        reduced = [numbers.mul_(scale) for numbers in reduced]
-    return put(tensor, [_like(given, numbers) for given, numbers in zip(visit.tensors, reduced, strict=True)])
+    results: dict[int, torch.Tensor] = {}
+    for position, numbers in reduced:
+        if reduction == "mean":
+            numbers.div_(state.num_processes)
+        if scale != 1.0:
+            numbers.mul_(scale)
+        results[position] = _like(visit.tensors[position], numbers)
+    return put(tensor, [results[position] for position in range(len(results))])
 
 
 def _scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:
@@ -91,12 +96,14 @@ def _computed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point or dtype.is_complex else torch.int64
 
 
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy as real numbers of [elements] in the dtype to compute in; a complex number is two of them."""
+def _numbers(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """A copy, on `device` if it is given, as real numbers of [elements] in the dtype to compute in; a complex number is two of them."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.to(torch.promote_types(tensor.dtype, torch.complex64)).resolve_conj())
-    return tensor.to(_computed_in(tensor.dtype), copy=True).reshape(-1)
+    return tensor.to(
+        tensor.device if device is None else device, _computed_in(tensor.dtype), copy=True, memory_format=torch.contiguous_format
+    ).view(-1)
 
 
 def _like(given: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
@@ -108,31 +115,31 @@ def _like(given: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return result if result.untyped_storage().nbytes() == result.nbytes else result.clone()
 
 
-def _in_frames(tensors: list[torch.Tensor], rows: torch.Tensor, reduction: str) -> list[torch.Tensor]:
-    """Every rank computes the same from what all have sent."""
-    results = []
+def _in_frames(tensors: list[torch.Tensor], rows: torch.Tensor, reduction: str) -> Iterator[tuple[int, torch.Tensor]]:
+    """Positions and numbers; every rank computes the same from what all have sent."""
     start = 0
-    for given in tensors:
+    for position, given in enumerate(tensors):
         sent = rows[:, start : start + given.nbytes]
         start += given.nbytes
         if not given.numel():
-            results.append(_numbers(given))
+            yield position, _numbers(given)
             continue
         by_rank = _numbers(from_bytes(sent, given, (-1,))).view(len(rows), -1)
-        results.append(by_rank.amax(0) if reduction == "max" else by_rank.amin(0) if reduction == "min" else by_rank.sum(0))
-    return results
+        yield position, by_rank.amax(0) if reduction == "max" else by_rank.amin(0) if reduction == "min" else by_rank.sum(0)
 
 
-def _in_buckets(tensors: list[torch.Tensor], reduction: str, wire: torch.device) -> list[torch.Tensor]:
-    results: dict[int, torch.Tensor] = {}
-    for dtype in dict.fromkeys(_computed_in(given.dtype) for given in tensors):
-        positions = [position for position, given in enumerate(tensors) if _computed_in(given.dtype) == dtype]
-        following = iter(positions)
-        for bucket in buckets([tensors[position] for position in positions]):
-            pieces = [_numbers(given).to(wire) for given in bucket]
-            flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            if flat.numel():
-                dist.all_reduce(flat, op=OPERATIONS[reduction])
-            for numbers in flat.split([piece.numel() for piece in pieces]):
-                results[next(following)] = numbers
-    return [results[position] for position in range(len(tensors))]
+def _in_buckets(tensors: list[torch.Tensor], reduction: str, wire: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
+    """Positions and numbers, those of one dtype together."""
+
+    def started() -> Iterator[tuple[Any, tuple[list[int], list[torch.Tensor]]]]:
+        for dtype in dict.fromkeys(_computed_in(given.dtype) for given in tensors):
+            positions = [position for position, given in enumerate(tensors) if _computed_in(given.dtype) == dtype]
+            following = iter(positions)
+            for bucket in buckets([tensors[position] for position in positions]):
+                pieces = [_numbers(given, wire) for given in bucket]
+                flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+                work = dist.all_reduce(flat, op=OPERATIONS[reduction], async_op=True) if flat.numel() else None
+                yield work, (list(islice(following, len(bucket))), list(flat.split([piece.numel() for piece in pieces])))
+
+    for positions, numbers in in_order(started()):
+        yield from zip(positions, numbers, strict=True)

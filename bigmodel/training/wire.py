@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +19,7 @@ __all__ = [
     "check_rank",
     "from_bytes",
     "has_arithmetic",
+    "in_order",
     "is_plain",
     "joined",
     "put",
@@ -28,6 +30,12 @@ __all__ = [
 
 BUCKET_BYTES = 512 << 10
 """Tensors are copied together up to this; larger ones travel alone, without a copy: that copy takes longer than another collective."""
+
+MOST_UNDER_WAY = 8
+"""Collectives that are started before the first of them is waited for: one after another, the processes wait for each other's threads
+between any two. More of them would be no faster, and hold the memory of what travels in another dtype."""
+
+T = TypeVar("T")
 
 _BITS_ONLY = re.compile(r"torch\.(u?int[1-7]|float4_\w+|bits\w+)")
 
@@ -127,6 +135,27 @@ def buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         size_bytes += tensor.nbytes
     if bucket:
         yield bucket
+
+
+def in_order(started: Iterable[tuple[Any, T]]) -> Iterator[T]:
+    """What goes with each of these collectives, once it is done, in the order in which they are started.
+
+    Args:
+        started: gives, as it starts a collective, the work that it is (None: there was nothing to send) and whatever comes of it.
+    """
+    under_way: deque[tuple[Any, T]] = deque()
+    for each in started:
+        under_way.append(each)
+        if len(under_way) == MOST_UNDER_WAY:
+            yield _awaited(*under_way.popleft())
+    while under_way:
+        yield _awaited(*under_way.popleft())
+
+
+def _awaited(work: Any, result: T) -> T:
+    if work is not None:
+        work.wait()
+    return result
 
 
 def put(data: Any, tensors: Sequence[torch.Tensor]) -> Any:
