@@ -100,6 +100,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's elements in order, as uint8 of [bytes]; its own memory, where it `is_plain`."""
     tensor = tensor.detach()
+    if is_plain(tensor):
+        return tensor.view(-1).view(torch.uint8)
     if tensor.dtype.itemsize == 1:  # before they are made contiguous: some of these dtypes cannot be copied
         tensor = tensor.view(torch.uint8)
     return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

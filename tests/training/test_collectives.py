@@ -189,6 +189,29 @@ def reduce_what_is_special() -> None:
     assert [part.untyped_storage().nbytes() for part in parts] == [1_200_000, 800_000]
 
 
+def many_megabytes() -> None:
+    """More tensors than travel at once, of different dtypes, each too large to be joined with others."""
+    rank = dist.get_rank()
+    dtypes = [torch.float32, torch.bfloat16, torch.int32, torch.complex64, torch.float64]
+    sizes = [300_000 + 7 * index for index in range(20)]
+
+    def made(rank: int) -> list[torch.Tensor]:
+        return [torch.full((size,), 3 * rank + index, dtype=dtypes[index % 5]) for index, size in enumerate(sizes)]
+
+    for index, gathered in enumerate(gather(made(rank))):
+        assert torch.equal(gathered, torch.cat([made(0)[index], made(1)[index]]))
+    for index, reduced in enumerate(reduce(made(rank), "sum")):
+        assert torch.equal(reduced, torch.full((sizes[index],), 3 + 2 * index, dtype=dtypes[index % 5]))
+    mine = made(rank)
+    sent = broadcast(mine, from_process=1)
+    assert all(after is before for after, before in zip(sent, mine, strict=True))
+    assert all(torch.equal(after, expected) for after, expected in zip(mine, made(1), strict=True))
+    # One memory under several names: the last of them stays, as if they travelled one after another.
+    memory = torch.zeros(300_000)
+    shared = broadcast([torch.ones(300_000), torch.full((300_000,), 2.0)] if rank else [memory, memory], from_process=1)
+    assert torch.equal(shared[1], torch.full((300_000,), 2.0))
+
+
 def objects() -> None:
     rank = dist.get_rank()
     assert gather_object([f"rank {rank}", rank]) == ["rank 0", 0, "rank 1", 1]
@@ -236,6 +259,7 @@ def pad_what_is_special() -> None:
         gather_what_is_special,
         broadcast_into_what_is_special,
         reduce_what_is_special,
+        many_megabytes,
         objects,
         copies_to_all,
         pad_what_is_special,
@@ -251,6 +275,7 @@ def all_over_another_backend() -> None:
     gather_what_is_special()
     broadcast_into_what_is_special()
     reduce_what_is_special()
+    many_megabytes()
     objects()
     copies_to_all()
     pad_what_is_special()
