@@ -19,6 +19,7 @@ __all__ = [
     "QuantizationError",
     "StructureError",
     "TrainingError",
+    "WrongTypeError",
 ]
 
 
@@ -64,6 +65,10 @@ class MissingPackageError(BigModelError, ImportError):
 
 class TrainingError(BigModelError, ValueError, RuntimeError):
     """Processes, settings or data of a training job that do not fit together."""
+
+
+class WrongTypeError(TrainingError, TypeError):
+    """An argument of another type than it takes."""
 
 
 class StructureError(TrainingError, TypeError):

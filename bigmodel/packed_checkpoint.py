@@ -34,6 +34,7 @@ from .quantization import (
     stacks_of,
     why_left,
 )
+from .text import kind_text
 
 __all__ = ["Filled", "fill_places", "keep_places"]
 
@@ -168,7 +169,7 @@ class _Filling:
         is_table = isinstance(owner, nn.Embedding) and type(owner).forward is nn.Embedding.forward
         if not (is_table or (is_linear(owner) and plain_forward(owner))) and key not in stacks_of(target.rpartition(".")[0], owner):
             raise QuantizationError(
-                f"{each.weight} is packed, and {target} belongs to a {type(owner).__name__}: only linear layers, embeddings and stacks of "
+                f"{each.weight} is packed, and {target} belongs to {kind_text(owner)}: only linear layers, embeddings and stacks of "
                 "expert matrices can be."
             )
         own = _scheme_of_stored(each, entry, description, self.scheme)

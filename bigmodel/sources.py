@@ -29,6 +29,7 @@ from .loading import Checkpoint
 from .loading.location import HubRepository, RemoteFile, located
 from .planning import skeleton
 from .protocols import TensorSpec
+from .text import kind_text
 
 __all__ = ["Tree", "Wanted", "find_tree"]
 
@@ -205,7 +206,7 @@ def _built(config: Any, wanted: Wanted, place: Path | RemoteFile | HubRepository
     model = build_empty(config, dtype=dtype, model_class=wanted.model_class, trust_remote_code=wanted.trust_remote_code)
     if wanted.model_class is None and not getattr(config, "architectures", None):
         notes.append(
-            f"The configuration names no architecture: this is a {type(model).__name__}, without a head. Give model_class, such as "
+            f"The configuration names no architecture: this is {kind_text(model)}, without a head. Give model_class, such as "
             "'AutoModelForCausalLM', or name one in the configuration's 'architectures'."
         )
     if not is_told:
@@ -220,5 +221,5 @@ def _refuse_other_size(model: nn.Module, checkpoint: Checkpoint) -> None:
     stored = sum(entry.numel for entry in checkpoint.entries.values())
     if not described <= stored * SAME_SIZE <= described * SAME_SIZE**2:
         raise _NoUseError(
-            f"The config.json beside it describes a {type(model).__name__} of {described:,} parameters, and the file holds {stored:,}."
+            f"The config.json beside it describes {kind_text(model)} of {described:,} parameters, and the file holds {stored:,}."
         )

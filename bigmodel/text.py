@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from .constants import GiB, KiB, MiB
 
-__all__ = ["bytes_text", "first_repeated", "names_text", "printable"]
+__all__ = ["bytes_text", "first_repeated", "kind_text", "names_text", "printable"]
 
 
 def bytes_text(nbytes: int | None, *, short: bool = False) -> str:
@@ -27,6 +27,15 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def kind_text(thing: object) -> str:
+    """The type of a value, or a type itself, with its article: `"an int"`, `"a str"`, `"an MLP"`; `"None"`."""
+    if thing is None:
+        return "None"
+    name = thing.__name__ if isinstance(thing, type) else type(thing).__name__
+    spelled = len(name) > 1 and name[:2].isupper()
+    return f"{'an' if name[0] in ('AEFHILMNORSX' if spelled else 'AEIOaeio') else 'a'} {name}"
 
 
 def names_text(names: Iterable[str]) -> str:

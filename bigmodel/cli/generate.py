@@ -12,6 +12,7 @@ from ..errors import BigModelError
 from ..integrations.transformers import config_folder, from_pretrained, resolve, single_gguf
 from ..integrations.transformers.package import transformers_module
 from ..loading.location import HubRepository, located
+from ..text import kind_text
 from .budgets import MaxMemory, parse_max_memory
 
 __all__ = ["generate"]
@@ -31,7 +32,7 @@ def generate(
     tokenizer = _tokenizer(model)  # takes a moment; the weights of a model that nobody can talk to would take minutes
     loaded = from_pretrained(model, device_map=device_map, max_memory=parse_max_memory(max_memory), dtype=dtype)
     if not loaded.can_generate():
-        raise BigModelError(f"{model} is a {type(loaded).__name__}, which does not generate text: name a causal language model.")
+        raise BigModelError(f"{model} is {kind_text(loaded)}, which does not generate text: name a causal language model.")
     if show_plan:
         print(placement(loaded))
     inputs = tokenizer(prompt, return_tensors="pt").to(loaded.device)

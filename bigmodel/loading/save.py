@@ -20,6 +20,7 @@ from ..atomic import folder_to_write, write_all
 from ..constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_PATTERN_NAME
 from ..errors import CheckpointError
 from ..protocols import TensorSpec
+from ..text import kind_text
 from .extra_state import JSON_TEXT, is_extra_state, text_tensor
 from .formats.safetensors import lay_out
 from .formats.torch_zip import TorchZipFormat
@@ -112,7 +113,7 @@ def _tensors(model: nn.Module, safe_serialization: bool) -> tuple[dict[str, torc
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             continue
-        problem = f"{name!r} in the state dict is a {type(value).__name__}, not a tensor; it cannot be saved here."
+        problem = f"{name!r} in the state dict is {kind_text(value)}, not a tensor; it cannot be saved here."
         if not is_extra_state(name):
             raise CheckpointError(problem)
         text = text_tensor(value)

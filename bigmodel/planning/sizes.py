@@ -16,6 +16,7 @@ from ..collecting import without_collecting
 from ..constants import GiB, KiB, MiB
 from ..errors import PlanError
 from ..modules import class_names
+from ..text import kind_text
 
 __all__ = [
     "CustomDtype",
@@ -63,7 +64,7 @@ def convert_file_size_to_int(size: int | str) -> int:
             raise PlanError(f"Size {size} is negative. Give bytes as an int >= 0, or a string such as '20GiB'.")
         return size
     if not isinstance(size, str):
-        raise _SizeTypeError(f"Size {size!r} is a {type(size).__name__}. Give bytes as an int, or a string such as '20GiB'.")
+        raise _SizeTypeError(f"Size {size!r} is {kind_text(size)}. Give bytes as an int, or a string such as '20GiB'.")
     match = _SIZE.fullmatch(size)
     if match is None:
         raise PlanError(f"Size {size!r} is not understood. Use a number >= 0 and one of GiB, MiB, KiB, GB, MB, KB, for example '20GiB'.")

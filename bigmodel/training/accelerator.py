@@ -26,6 +26,7 @@ from .accelerator_settings import (
 from .accelerator_state import AcceleratorState
 from .accelerator_tracking import TrackingMethods
 from .accumulating import Accumulation
+from .argument_types import refuse_wrong_arguments
 from .configuration import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
 from .data import prepare_data_loader, skip_first_batches
 from .enums import DynamoBackend, PrecisionType, RNGType
@@ -106,6 +107,7 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Any = None,
     ):
+        refuse_wrong_arguments(Accelerator.__init__, "Accelerator", locals())
         settled = "_mixed_precision" in AcceleratorState._shared_state
         handlers = Handlers(kwargs_handlers)
         self.ddp_handler: DistributedDataParallelKwargs | None = handlers.get(DistributedDataParallelKwargs)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .accelerator_state import AcceleratorState
-from .configuration import DataLoaderConfiguration
+from .configuration import DataLoaderConfiguration, checked_steps
 from .enums import PrecisionType
 from .gradient_state import GradientState
 from .loss_scale import LossScale
@@ -100,7 +100,7 @@ class SettingsProperties:
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
-        self.gradient_state.plugin_kwargs["num_steps"] = gradient_accumulation_steps
+        self.gradient_state.plugin_kwargs["num_steps"] = checked_steps("gradient_accumulation_steps", gradient_accumulation_steps)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

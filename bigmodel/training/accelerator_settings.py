@@ -6,9 +6,10 @@ import importlib
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ..errors import TrainingError
+from ..errors import TrainingError, WrongTypeError
 from ..settings import environment_flag, read_variable
-from .configuration import DataLoaderConfiguration, GradientAccumulationPlugin, TorchDynamoPlugin
+from ..text import kind_text
+from .configuration import DataLoaderConfiguration, GradientAccumulationPlugin, TorchDynamoPlugin, checked_steps
 from .enums import DynamoBackend, PrecisionType
 from .handlers import (
     AutocastKwargs,
@@ -39,7 +40,7 @@ class Handlers:
             kind = next((kind for kind in kinds if isinstance(handler, kind)), None)
             if kind is None:
                 raise TrainingError(
-                    f"kwargs_handlers holds a {type(handler).__name__}, which nothing here uses; "
+                    f"kwargs_handlers holds {kind_text(handler)}, which nothing here uses; "
                     f"it may hold one each of {', '.join(kind.__name__ for kind in kinds)}."
                 )
             if kind in self._found:
@@ -66,7 +67,7 @@ def accumulation_plugin(steps: int, plugin: GradientAccumulationPlugin | None) -
     """The settings of accumulation. Raises `TrainingError` where both are given, or fewer than one step."""
     if plugin is not None and steps != 1:
         raise TrainingError(f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin are both given; give one.")
-    return plugin or GradientAccumulationPlugin(num_steps=None if steps == 1 else steps)
+    return plugin or GradientAccumulationPlugin(num_steps=None if steps == 1 else checked_steps("gradient_accumulation_steps", steps))
 
 
 def loader_configuration(config: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:
@@ -99,8 +100,9 @@ def spreading_plugins(settled: bool, **given: Any) -> dict[str, Any]:
             continue
         kind = _plugin_class(argument, module, name)
         each = list(plugin.values()) if isinstance(plugin, dict) else [plugin]
-        if plugin is not None and not all(isinstance(one, kind) for one in each):
-            raise TrainingError(f"{argument} takes a {name}, not a {', '.join(sorted({type(one).__name__ for one in each}))}.")
+        strangers = sorted({kind_text(one) for one in each if plugin is not None and not isinstance(one, kind)})
+        if strangers:
+            raise WrongTypeError(f"{argument} takes {kind_text(kind)}, not {', '.join(strangers)}.")
         found[argument] = kind() if plugin is None else plugin
     if len(found) > 1:
         raise TrainingError(f"{' and '.join(found)} cannot spread one model together; give one.")

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from os import PathLike
 from typing import Any
 
-from ..errors import MissingPackageError, TrainingError
+from ..errors import MissingPackageError, TrainingError, WrongTypeError
 from ..settings import PREFIXES, environment_flag, read_variable
+from ..text import kind_text
+from .argument_types import refuse_wrong_fields
 from .available import is_torchdata_stateful_dataloader_available
 from .enums import DynamoBackend
 from .handlers import KwargsHandler
 
-__all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin", "ProjectConfiguration", "TorchDynamoPlugin"]
+__all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin", "ProjectConfiguration", "TorchDynamoPlugin", "checked_steps"]
+
+
+def checked_steps(argument: str, steps: Any) -> int:
+    """Batches to a step, given as `argument`. Raises `WrongTypeError` for no whole number, and `TrainingError` for fewer than one."""
+    if isinstance(steps, bool) or not isinstance(steps, Integral):
+        raise WrongTypeError(f"{argument}={steps!r}: it takes a whole number, not {kind_text(steps)}.")
+    if steps < 1:
+        raise TrainingError(f"{argument}={steps}: gradients of at least 1 batch make a step.")
+    return int(steps)
 
 
 @dataclass
@@ -29,14 +41,15 @@ class GradientAccumulationPlugin(KwargsHandler):
     """Gradients are synchronized at every batch: less memory with sharded models, more time."""
 
     def __post_init__(self) -> None:
+        refuse_wrong_fields(self)
         name = "GRADIENT_ACCUMULATION_STEPS"
         if self.num_steps is None and (word := read_variable(name)):
             try:
                 self.num_steps = int(word)
             except ValueError:
                 raise TrainingError(f"The environment variable {PREFIXES[0]}{name} is {word!r}, not a whole number.") from None
-        if self.num_steps is not None and self.num_steps < 1:
-            raise TrainingError(f"num_steps={self.num_steps}: gradients of at least 1 batch make a step.")
+        if self.num_steps is not None:
+            checked_steps("num_steps", self.num_steps)
 
 
 @dataclass
@@ -63,6 +76,7 @@ class TorchDynamoPlugin(KwargsHandler):
     `BIGMODEL_DYNAMO_USE_REGIONAL_COMPILATION`, else False."""
 
     def __post_init__(self) -> None:
+        refuse_wrong_fields(self)
         word = str(self.backend or read_variable("DYNAMO_BACKEND") or DynamoBackend.NO)
         if word.upper() not in DynamoBackend:
             raise TrainingError(f"backend={word!r}: use one of {[each.lower() for each in DynamoBackend.list()]}.")
@@ -114,6 +128,7 @@ class DataLoaderConfiguration:
     """The loader is torchdata's, which can say where it stands and resume there."""
 
     def __post_init__(self) -> None:
+        refuse_wrong_fields(self)
         if self.data_seed is not None and not self.use_seedable_sampler:
             raise TrainingError(f"data_seed={self.data_seed} would not be used: set use_seedable_sampler=True, or leave it out.")
         if self.use_stateful_dataloader and not is_torchdata_stateful_dataloader_available():
@@ -138,6 +153,7 @@ class ProjectConfiguration:
     """The first process of every host writes, not only the main one: for folders that hosts do not share."""
 
     def __post_init__(self) -> None:
+        refuse_wrong_fields(self)
         if self.total_limit is not None and self.total_limit < 1:
             raise TrainingError(f"total_limit={self.total_limit} would keep no checkpoint; None keeps all.")
         if self.iteration < 0:

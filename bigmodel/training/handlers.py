@@ -14,6 +14,7 @@ import torch
 
 from ..devices import accelerator_type
 from ..errors import TrainingError
+from .argument_types import refuse_wrong_fields
 from .enums import DDPCommunicationHookType
 from .state import PartialState
 
@@ -57,6 +58,9 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
     """Whether weights that were cast are kept until the context ends; None: as torch decides."""
 
+    def __post_init__(self) -> None:
+        refuse_wrong_fields(self)
+
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
@@ -73,6 +77,9 @@ class GradScalerKwargs(KwargsHandler):
     enabled: bool = True
     """False scales nothing."""
 
+    def __post_init__(self) -> None:
+        refuse_wrong_fields(self)
+
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
@@ -86,6 +93,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     """Of collectives. Where None is given, it becomes torch's own for the backend: 10 minutes with `"nccl"`, else 30."""
 
     def __post_init__(self) -> None:
+        refuse_wrong_fields(self)
         if self.timeout is None:
             self.timeout = self._usual_timeout()
 
@@ -129,6 +137,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Arguments of `PowerSGDState`, such as `matrix_approximation_rank`."""
 
     def __post_init__(self) -> None:
+        refuse_wrong_fields(self)
         self.comm_hook = _hook(self.comm_hook, "comm_hook", tuple(DDPCommunicationHookType))
         self.comm_wrapper = _hook(self.comm_wrapper, "comm_wrapper", WRAPPERS)
         if self.comm_state_option and self.comm_hook not in POWER_SGD:
@@ -209,6 +218,9 @@ class ProfileKwargs(KwargsHandler):
     """The modules that operators ran in."""
     output_trace_dir: str | None = None
     """Folder for traces of `chrome://tracing`, one of each process: `profile_{rank}.json`, of the last cycle. None: none are written."""
+
+    def __post_init__(self) -> None:
+        refuse_wrong_fields(self)
 
     def build(self) -> profile:
         """The profiler, not yet running. It writes its traces by itself, into a folder that it makes.

@@ -22,6 +22,7 @@ from ..errors import TrainingError
 from ..loading import without_aliases, write_safetensors
 from ..loading.sharded import is_sharded
 from ..protocols import TensorSpec
+from ..text import kind_text
 from .compiling import is_compiled_module
 from .state import PartialState
 
@@ -150,10 +151,10 @@ def save(obj: Any, f: str | os.PathLike[str] | BinaryIO, save_on_each_node: bool
 
 def _write_tensors(tensors: Mapping[str, torch.Tensor], stream: BinaryIO) -> None:
     if not isinstance(tensors, Mapping):
-        raise TrainingError(f"safe_serialization=True saves a dict of names to tensors, not a {type(tensors).__name__}.")
+        raise TrainingError(f"safe_serialization=True saves a dict of names to tensors, not {kind_text(tensors)}.")
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            raise TrainingError(f"{name!r} is a {type(tensor).__name__}, not a tensor: use safe_serialization=False.")
+            raise TrainingError(f"{name!r} is {kind_text(tensor)}, not a tensor: use safe_serialization=False.")
         if is_sharded(tensor):
             raise TrainingError(f"{name!r} is sharded: all processes gather it first (`full_tensor()`), then this one can save it.")
         if tensor.device.type == "meta" and not isinstance(tensor, LazyTensor):

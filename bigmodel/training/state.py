@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..devices import accelerators, collective_name
 from ..errors import TrainingError
 from ..settings import environment_flag
+from .argument_types import refuse_wrong_arguments
 from .enums import DistributedType
 from .environment import LOCAL_RANK_VARIABLES, LOCAL_WORLD_VARIABLES, RANK_VARIABLES, WORLD_VARIABLES, get_int_from_env
 from .numa import set_numa_affinity
@@ -75,6 +76,7 @@ class PartialState:
                     f"This process already computes on {self.device}; ask for `cpu=True` where PartialState or Accelerator is made first."
                 )
             return
+        refuse_wrong_arguments(PartialState.__init__, type(self).__name__, locals())
         cpu = cpu or environment_flag("USE_CPU")
         world = dist.get_world_size() if dist.is_initialized() else get_int_from_env(WORLD_VARIABLES, 1)
         rank = dist.get_rank() if dist.is_initialized() else get_int_from_env(RANK_VARIABLES, 0)

@@ -16,6 +16,7 @@ from ..dispatch import values_of
 from ..errors import CheckpointNotFoundError, MatchError, TrainingError
 from ..loading import without_aliases, write_safetensors
 from ..protocols import TensorSpec
+from ..text import kind_text
 from .parallel import load
 from .sharded_values import held_as
 
@@ -83,7 +84,7 @@ def load_weights_file(model: nn.Module, index: int, folder: Path, **kwargs: Any)
     )
     if file is None:
         raise CheckpointNotFoundError(
-            f"{folder}: there is no {file_name(SAFE_MODEL_NAME, index, '.safetensors')} for model {index}, a {type(model).__name__}. "
+            f"{folder}: there is no {file_name(SAFE_MODEL_NAME, index, '.safetensors')} for model {index}, {kind_text(model)}. "
             "Prepare as many models as were saved, in the same order."
         )
     held = model.state_dict(keep_vars=True)

@@ -262,7 +262,7 @@ def test_a_second_accelerator_trains_as_the_first() -> None:
         ({"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin(backend="eager")}, "give one"),
         ({"split_batches": True, "dataloader_config": DataLoaderConfiguration()}, "split_batches=True"),
         ({"deepspeed_plugin": 1, "deepspeed_plugins": 2}, "one argument"),
-        ({"gradient_accumulation_steps": 0}, "num_steps=0"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:

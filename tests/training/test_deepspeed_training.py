@@ -281,7 +281,7 @@ def refused_settings() -> None:
         ({}, {"msamp": {"enabled": True}}, "MS-AMP"),
         ({}, {"train_batch_size": 10}, "train_batch_size is 10 in the config and 8 in the script"),
         ({}, {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}, "'auto' for zero_optimization.reduce_bucket_size"),
-        ({}, {"optimizer": {"type": "AdamW"}}, "two optimizers, a AdamW and the DeepSpeed config's"),
+        ({}, {"optimizer": {"type": "AdamW"}}, "two optimizers, an AdamW and the DeepSpeed config's"),
         ({}, {"scheduler": {"type": "WarmupLR"}}, "two schedulers, a ExponentialLR and the DeepSpeed config's"),
     ):
         fresh()

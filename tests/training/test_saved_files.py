@@ -104,7 +104,7 @@ def test_offloaded_weights_are_saved_with_their_values(safe_serialization: bool,
     ("obj", "error", "message"),
     [
         ([torch.ones(1)], TrainingError, "not a list"),
-        ({"step": 3}, TrainingError, "'step' is a int.*safe_serialization=False"),
+        ({"step": 3}, TrainingError, "'step' is an int.*safe_serialization=False"),
         ({"weight": torch.ones(2, device="meta")}, TrainingError, "'weight' is on the meta device"),
         ({"odd": torch.ones(2, dtype=torch.complex128)}, CheckpointError, "'odd'.*complex128"),
     ],

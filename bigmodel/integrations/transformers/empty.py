@@ -16,6 +16,7 @@ from torch import nn
 from ...errors import BigModelError, CheckpointError
 from ...loading import Checkpoint, init_empty_weights
 from ...modules import get_non_persistent_buffers, tensor_aliases
+from ...text import kind_text
 from .gguf import single_gguf
 from .initialize import compute_buffers, set_tensor
 from .package import transformers_module
@@ -168,7 +169,7 @@ def misfit(config: Any, model_class: Any) -> str:
     expected = getattr(found, "config_class", None)
     if not isinstance(expected, type) or isinstance(config, expected):
         return ""
-    return f"model_class {found.__name__} is made for a {expected.__name__}, but the configuration is a {_described(config)}. "
+    return f"model_class {found.__name__} is made for {kind_text(expected)}, but the configuration is a {_described(config)}. "
 
 
 def _described(config: Any) -> str:

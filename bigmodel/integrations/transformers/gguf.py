@@ -22,6 +22,7 @@ from ...loading import Checkpoint, Computed, Concatenate, Entry, Slice, Source, 
 from ...loading.location import CheckpointFile, RemoteFile
 from ...loading.remote import header_file
 from ...protocols import TensorSpec
+from ...text import kind_text
 from .package import transformers_module
 
 __all__ = ["gguf_sources", "is_gguf", "local_header", "single_gguf"]
@@ -71,7 +72,7 @@ def gguf_sources(model: Any, entries: Mapping[str, Entry], targets: Mapping[str,
     except (NotImplementedError, AttributeError, TypeError) as error:
         version = transformers_module().__version__
         raise MatchError(
-            f"{file}: transformers {version} has no names for the GGUF tensors of a {type(model).__name__}: {error!r}. "
+            f"{file}: transformers {version} has no names for the GGUF tensors of {kind_text(model)}: {error!r}. "
             "Convert the file to safetensors with transformers first."
         ) from error
 

@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...errors import CheckpointError, CheckpointNotFoundError
+from ...text import kind_text
 from ..entry import Entry, Sharded, span_elements
 from .header import Header
 
@@ -112,14 +113,14 @@ def _tensors(table: Any, file: Path) -> dict[str, _Tensor]:
                 chunks = {_sizes(chunk.offsets): _sizes(chunk.sizes) for chunk in found.chunks}
                 dtype = found.properties.dtype
                 if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
-                    raise TypeError(f"a {type(name).__name__} as a name, a {type(dtype).__name__} as a dtype")
+                    raise TypeError(f"{kind_text(name)} as a name, {kind_text(dtype)} as a dtype")
                 tensors[name] = _Tensor(_sizes(found.size), dtype, chunks, [])
         for index, place in table.storage_data.items():
             if index.fields.get("offset") is None or index.fqn not in tensors:
                 continue
             path, (offset, nbytes) = place.relative_path, _sizes((place.offset, place.length))
             if not isinstance(path, str):
-                raise TypeError(f"a {type(path).__name__} as the name of a file")
+                raise TypeError(f"{kind_text(path)} as the name of a file")
             tensors[index.fqn].places.append(
                 _Place(_sizes(index.offset), path, offset, nbytes, bool(place.fields.get("transform_descriptors")))
             )
@@ -132,7 +133,7 @@ def _tensors(table: Any, file: Path) -> dict[str, _Tensor]:
 def _sizes(value: Any) -> tuple[int, ...]:
     """Raises ValueError for what is no tuple of sizes or positions."""
     if not isinstance(value, tuple) or not all(type(size) is int and 0 <= size < 1 << 63 for size in value):
-        raise ValueError(f"a {type(value).__name__} that holds no sizes")
+        raise ValueError(f"{kind_text(value)} that holds no sizes")
     return value
 
 

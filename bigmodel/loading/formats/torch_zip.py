@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 
 from ...errors import CheckpointError, CheckpointNotFoundError
+from ...text import kind_text
 from ..entry import Entry, span_elements
 from .header import START_BYTES, Header, foreign
 
@@ -140,7 +141,7 @@ def _short_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo, file: Path) -
 
 def _tensors(content: Any, file: Path) -> dict[str, torch.Tensor]:
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{file}: holds a {type(content).__name__}, not a state dict (names → tensors).")
+        raise CheckpointError(f"{file}: holds {kind_text(content)}, not a state dict (names → tensors).")
     tensors = {name: value for name, value in content.items() if isinstance(name, str) and isinstance(value, torch.Tensor)}
     if not tensors and content:
         inner = [name for name, value in content.items() if isinstance(value, Mapping) and any(map(torch.is_tensor, value.values()))]

@@ -12,6 +12,7 @@ from typing import Any, Final
 from ...errors import TrainingError
 from ...integrations.transformers import announce_deepspeed
 from ...settings import PREFIXES, environment_flag, read_variable
+from ..argument_types import refuse_wrong_fields
 from .deepspeed_config import AUTO, HfDeepSpeedConfig, leaves
 
 __all__ = ["DeepSpeedPlugin"]
@@ -76,6 +77,7 @@ class DeepSpeedPlugin:
     """`"O1"` or `"O2"`. `BIGMODEL_FP8_OPT_LEVEL`, else `"O1"`."""
 
     def __post_init__(self) -> None:
+        refuse_wrong_fields(self)
         given = {name for name in KEYS if getattr(self, name) is not None}
         told = given | self._read_environment()
         file = self.hf_ds_config if self.hf_ds_config is not None else read_variable("DEEPSPEED_CONFIG_FILE")

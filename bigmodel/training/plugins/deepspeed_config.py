@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...errors import TrainingError
+from ...text import kind_text
 
 __all__ = ["AUTO", "HfDeepSpeedConfig", "leaves"]
 
@@ -128,5 +129,5 @@ def _read(place: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise TrainingError(f"The DeepSpeed config {place[:200]!r} is no JSON: {error}") from error
     if not isinstance(config, dict):
-        raise TrainingError(f"The DeepSpeed config {place[:200]!r} is a {type(config).__name__} in JSON, not an object of keys and values.")
+        raise TrainingError(f"The DeepSpeed config {place[:200]!r} is {kind_text(config)} in JSON, not an object of keys and values.")
     return config

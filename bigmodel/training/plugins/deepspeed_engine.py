@@ -11,6 +11,7 @@ from torch import nn
 
 from ...dispatch import dispatched
 from ...errors import MissingPackageError, TrainingError
+from ...text import kind_text
 from ..environment import patch_environment
 from ..nested import convert_to_fp32, recursively_apply
 from ..state import PartialState
@@ -54,7 +55,7 @@ def check_parts(plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, sched
         raise TrainingError(f"{type(model).__name__} is dispatched to several devices, and DeepSpeed cannot spread it as well.")
     if isinstance(optimizer, torch.optim.Optimizer) and in_config[0]:
         raise TrainingError(
-            f"There are two optimizers, a {type(optimizer).__name__} and the DeepSpeed config's: take 'optimizer' out of the config, "
+            f"There are two optimizers, {kind_text(optimizer)} and the DeepSpeed config's: take 'optimizer' out of the config, "
             "or prepare a DummyOptim in the place of yours."
         )
     if isinstance(optimizer, DummyOptim) and not in_config[0]:
@@ -66,7 +67,7 @@ def check_parts(plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, sched
             raise TrainingError("There are two schedulers, that of lr_scheduler_callable and the DeepSpeed config's: take one out.")
     elif scheduler is not None and in_config[1]:
         raise TrainingError(
-            f"There are two schedulers, a {type(scheduler).__name__} and the DeepSpeed config's: take 'scheduler' out of the config, "
+            f"There are two schedulers, {kind_text(scheduler)} and the DeepSpeed config's: take 'scheduler' out of the config, "
             "or prepare a DummyScheduler in the place of yours."
         )
 

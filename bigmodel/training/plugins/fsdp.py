@@ -14,6 +14,8 @@ from torch import nn
 
 from ...errors import TrainingError
 from ...settings import word_as_bool
+from ...text import kind_text
+from ..argument_types import refuse_wrong_fields
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy, StateDictType
@@ -94,7 +96,8 @@ class FullyShardedDataParallelPlugin:
     """With `"size_based_wrap"`: numbers in the parameters of a module that is wrapped."""
 
     def __post_init__(self) -> None:
-        asked = self.fsdp_version if self.fsdp_version is not None else int(_word("VERSION") or 1)
+        refuse_wrong_fields(self)
+        asked = self.fsdp_version if self.fsdp_version is not None else _number("VERSION", 1)
         if asked not in (1, 2):
             raise TrainingError(f"fsdp_version is {asked}; there are 1 and 2.")
         self._settle_strategy(asked)
@@ -171,7 +174,7 @@ class FullyShardedDataParallelPlugin:
         if isinstance(offload, bool):
             offload = CPUOffloadPolicy() if offload else OffloadPolicy()
         if not isinstance(offload, OffloadPolicy):
-            raise TrainingError(f"cpu_offload takes a bool, CPUOffload or CPUOffloadPolicy, not a {type(offload).__name__}.")
+            raise TrainingError(f"cpu_offload takes a bool, CPUOffload or CPUOffloadPolicy, not {kind_text(offload)}.")
         self.cpu_offload = offload
 
     def _settle_wrapping(self) -> None:
@@ -184,17 +187,13 @@ class FullyShardedDataParallelPlugin:
             policy = {"TRANSFORMER_BASED_WRAP": transformer_auto_wrap_policy, "SIZE_BASED_WRAP": size_based_auto_wrap_policy}.get(
                 policy.upper()
             )
-        elif not callable(policy):
-            raise TrainingError(f"auto_wrap_policy takes a word or a function of (module, recurse, nonwrapped_numel), not {policy!r}.")
         self.auto_wrap_policy = policy
         names = self.transformer_cls_names_to_wrap
         if names is None and policy is transformer_auto_wrap_policy:
             names = _word("TRANSFORMER_CLS_TO_WRAP") or None
         self.transformer_cls_names_to_wrap = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
         if policy is size_based_auto_wrap_policy and self.min_num_params is None:
-            self.min_num_params = int(_word("MIN_NUM_PARAMS") or 0)
-        if self.min_num_params is not None and not isinstance(self.min_num_params, int):
-            raise TrainingError(f"min_num_params is {self.min_num_params!r}; it is a number of parameters.")
+            self.min_num_params = _number("MIN_NUM_PARAMS", 0)
 
     def set_state_dict_type(self, state_dict_type: str | int | StateDictType | None = None) -> None:
         """Chooses what `save_state` writes, with the configs that belong to it; None: as it is.
@@ -226,7 +225,7 @@ class FullyShardedDataParallelPlugin:
             if config is None:
                 setattr(self, name, kind(offload_to_cpu=True, rank0_only=True) if full else kind(offload_to_cpu=True))
             elif not isinstance(config, kind):
-                raise TrainingError(f"{name} is a {type(config).__name__}; {chosen.name} takes a {kind.__name__}.")
+                raise TrainingError(f"{name} is {kind_text(config)}; {chosen.name} takes {kind_text(kind)}.")
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Makes a named policy one for this model: with its classes of `transformer_cls_names_to_wrap`, or with `min_num_params`.
@@ -272,6 +271,14 @@ class FullyShardedDataParallelPlugin:
             raise TrainingError(
                 f"mixed_precision_policy is {self.mixed_precision_policy!r}, not a torch.distributed.fsdp.MixedPrecisionPolicy."
             )
+
+
+def _number(name: str, usual: int) -> int:
+    word = _word(name)
+    try:
+        return int(word or usual)
+    except ValueError:
+        raise TrainingError(f"The environment variable FSDP_{name} is {word!r}, not a whole number.") from None
 
 
 def _word(name: str) -> str | None:

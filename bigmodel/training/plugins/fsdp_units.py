@@ -11,6 +11,7 @@ from torch import nn
 
 from ...errors import TrainingError
 from ...modules import runs_itself
+from ...text import kind_text
 from .fsdp import FullyShardedDataParallelPlugin
 
 __all__ = ["ignored_modules", "owners_of", "units_of"]
@@ -42,7 +43,7 @@ def ignored_modules(model: nn.Module, plugin: FullyShardedDataParallelPlugin) ->
         if strangers:
             raise TrainingError(f"ignored_modules holds {', '.join(strangers)}, which {type(model).__name__} does not hold.")
     if any(module is model for module in found):
-        raise TrainingError(f"ignored_modules holds the whole model, a {type(model).__name__}: nothing is left to shard.")
+        raise TrainingError(f"ignored_modules holds the whole model, {kind_text(model)}: nothing is left to shard.")
     inner = {id(part) for module in found for part in module.modules() if part is not module}
     return [module for module in found if id(module) not in inner]
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from ...errors import TrainingError
 from ...settings import word_as_bool
+from ..argument_types import refuse_wrong_fields
 from .megatron_core import start_model_parallel, transformer_config
 
 __all__ = ["MegatronLMPlugin"]
@@ -241,6 +242,7 @@ class MegatronLMPlugin:
     """More arguments of Megatron-LM, which count before the fields."""
 
     def __post_init__(self) -> None:
+        refuse_wrong_fields(self)
         for name, usual in USUAL.items():
             if getattr(self, name) is None:
                 setattr(self, name, _from_environment(name, usual))
