@@ -215,6 +215,7 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
             data_seed=self.dataloader_config.data_seed,
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
+            torch_device_mesh=self.strategy.data_mesh,
         )
         self._dataloaders.append(ready)
         return ready

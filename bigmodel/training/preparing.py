@@ -77,7 +77,9 @@ def prepared_scheduler(accelerator: Accelerator, scheduler: Any) -> AcceleratedS
         return known
     own = getattr(scheduler, "optimizer", None)
     followed = [each for each in accelerator._optimizers if own is each or own is each.optimizer] or list(accelerator._optimizers)
-    ready = AcceleratedScheduler(scheduler, followed, accelerator.step_scheduler_with_optimizer, accelerator.split_batches)
+    ready = AcceleratedScheduler(
+        scheduler, followed, accelerator.step_scheduler_with_optimizer, accelerator.split_batches, accelerator.strategy.data_processes
+    )
     accelerator._schedulers.append(ready)
     return ready
 

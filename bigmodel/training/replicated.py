@@ -21,7 +21,7 @@ from .nested import convert_outputs_to_fp32
 if TYPE_CHECKING:
     from .accelerator import Accelerator
 
-__all__ = ["compute_in_precision", "prepare_copy", "sync_in_backward"]
+__all__ = ["averaged", "compute_in_precision", "prepare_copy", "sync_in_backward"]
 
 
 def prepare_copy(accelerator: Accelerator, model: nn.Module, device_placement: bool, evaluation_mode: bool) -> nn.Module:
@@ -32,8 +32,8 @@ def prepare_copy(accelerator: Accelerator, model: nn.Module, device_placement: b
     """
     places = sorted({str(place) for place in getattr(model, "hf_device_map", {}).values()})
     spread = any(dispatched(module) is not None for module in model.modules()) or len(places) > 1
-    averaged = accelerator.use_distributed and not evaluation_mode and any(map(_is_trained, model.parameters()))
-    if spread and averaged:
+    has_others = accelerator.use_distributed and not evaluation_mode and any(map(_is_trained, model.parameters()))
+    if spread and has_others:
         raise TrainingError(
             f"{type(model).__name__} is dispatched to {places}, and {accelerator.num_processes} processes cannot average its gradients. "
             "Train it in one process, use a FullyShardedDataParallelPlugin on a model that is not dispatched, or prepare it with "
@@ -46,8 +46,8 @@ def prepare_copy(accelerator: Accelerator, model: nn.Module, device_placement: b
             _place(model, accelerator.device)
         else:
             model.to(accelerator.device)
-    if averaged and not isinstance(model, DistributedDataParallel):
-        model = _averaged(accelerator, model)
+    if has_others and not isinstance(model, DistributedDataParallel):
+        model = averaged(accelerator, model)
     plugin = accelerator.state.dynamo_plugin
     return model if plugin is None else compile_model(model, plugin)
 
@@ -94,13 +94,14 @@ def compute_in_precision(accelerator: Accelerator, model: nn.Module) -> None:
     model._original_forward = forward
 
 
-def _averaged(accelerator: Accelerator, model: nn.Module) -> DistributedDataParallel:
+def averaged(accelerator: Accelerator, model: nn.Module, group: Any = None) -> DistributedDataParallel:
+    """The model with gradients averaged over a group of processes (None: all), as the accelerator's `DistributedDataParallelKwargs` say."""
     handler = accelerator.ddp_handler or DistributedDataParallelKwargs()
     device = accelerator.device
     places: dict[str, Any] = {}
     if device.type != "cpu" and next(model.parameters()).device.type != "cpu":
         places = {"device_ids": [device.index], "output_device": device.index}
-    wrapped = DistributedDataParallel(model, **places, **handler.to_kwargs())
+    wrapped = DistributedDataParallel(model, process_group=group, **places, **handler.to_kwargs())
     handler.register_comm_hook(wrapped)
     return wrapped
 

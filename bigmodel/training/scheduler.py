@@ -26,6 +26,7 @@ class AcceleratedScheduler:
         optimizers: whose steps it follows.
         step_with_optimizer: False: every call is a step of the scheduler, once.
         split_batches: whether loaders split the script's batches between processes.
+        num_processes: those that take batches of their own; None: all.
 
     Attributes:
         scheduler: the one inside; whatever else is asked of this object is asked of it.
@@ -37,11 +38,13 @@ class AcceleratedScheduler:
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         step_with_optimizer: bool = True,
         split_batches: bool = False,
+        num_processes: int | None = None,
     ):
         self.scheduler = scheduler
         self.optimizers = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
+        self.num_processes = num_processes
         self.gradient_state = GradientState()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -58,7 +61,7 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if getattr(optimizer, "step_was_skipped", False):
                 return
-        times = 1 if self.split_batches or isinstance(scheduler, ReduceLROnPlateau) else PartialState().num_processes
+        times = 1 if self.split_batches or isinstance(scheduler, ReduceLROnPlateau) else self.num_processes or PartialState().num_processes
         total = getattr(scheduler, "total_steps", None)
         for _ in range(times):
             # Beyond its last step a schedule turns round, and the loop may go on.

@@ -72,8 +72,16 @@ class Strategy:
     keeps_gradients: bool = True
     """Whether gradients that are being accumulated are the parameters' own, whole, so that they can be saved with a state."""
 
+    data_mesh: Any = None
+    """The `DeviceMesh` that tells which processes see the same samples; None: each sees its own."""
+
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
+
+    @property
+    def data_processes(self) -> int:
+        """How many processes see samples of their own."""
+        return self.accelerator.num_processes
 
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
         """The objects of one `Accelerator.prepare`, ready for the loop. A placement of None means the accelerator's `device_placement`."""

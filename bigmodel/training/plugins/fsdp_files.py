@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,10 +23,12 @@ __all__ = [
     "load_optimizer_parts",
     "load_parts",
     "parts_folder",
+    "read_parts",
     "save_optimizer_parts",
     "save_optimizer_whole",
     "save_parts",
     "save_whole_weights",
+    "write_parts",
 ]
 
 FOLDERS: Final = {"model": "pytorch_model_fsdp", "optimizer": "optimizer"}
@@ -40,13 +42,13 @@ def parts_folder(kind: str, index: int, folder: Path) -> Path:
 
 def save_parts(state: Mapping[str, Any], index: int, folder: Path) -> None:
     """Every process writes its part of a model's state dict."""
-    _write({"model": dict(state)}, parts_folder("model", index, folder))
+    write_parts({"model": dict(state)}, parts_folder("model", index, folder))
 
 
 def load_parts(model: nn.Module, index: int, folder: Path, **kwargs: Any) -> None:
     """Fills a model, sharded in whatever way, from the parts that any number of processes wrote; `kwargs` as in `load_state_dict`."""
     state = {"model": dict(model.state_dict())}
-    _read(state, parts_folder("model", index, folder), bool(kwargs.get("strict", True)))
+    read_parts(state, parts_folder("model", index, folder), bool(kwargs.get("strict", True)))
     try:
         model.load_state_dict(state["model"], **kwargs)
     except RuntimeError as error:
@@ -58,7 +60,7 @@ def save_optimizer_parts(models: Sequence[nn.Module], optimizer: torch.optim.Opt
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     state = get_optimizer_state_dict(_trained_by(optimizer, models), _inner(optimizer))
-    _write({"optimizer": state}, parts_folder("optimizer", index, folder))
+    write_parts({"optimizer": state}, parts_folder("optimizer", index, folder))
 
 
 def load_optimizer_parts(models: Sequence[nn.Module], optimizer: torch.optim.Optimizer, index: int, folder: Path) -> None:
@@ -67,7 +69,7 @@ def load_optimizer_parts(models: Sequence[nn.Module], optimizer: torch.optim.Opt
 
     model = _trained_by(optimizer, models)
     state = {"optimizer": get_optimizer_state_dict(model, _inner(optimizer))}
-    _read(state, parts_folder("optimizer", index, folder), True)
+    read_parts(state, parts_folder("optimizer", index, folder), True)
     set_optimizer_state_dict(model, _inner(optimizer), state["optimizer"])
 
 
@@ -84,19 +86,29 @@ def save_optimizer_whole(optimizer: torch.optim.Optimizer, index: int, folder: P
         write_plain({**saved, "state": states}, folder / file_name(OPTIMIZER_NAME, index, ".bin"), f"optimizer {index}")
 
 
-def save_whole_weights(model: nn.Module, folder: Path, max_shard_size: int | str, safe_serialization: bool, writes: bool) -> None:
+def save_whole_weights(
+    state: Mapping[str, Any],
+    gathered: Callable[[str], torch.Tensor],
+    folder: Path,
+    max_shard_size: int | str,
+    safe_serialization: bool,
+    writes: bool,
+) -> None:
     """`bigmodel.save_model` of a sharded model in processes that write: all gather the tensor that is written next.
+
+    Args:
+        state: a state dict, of whose tensors shape, dtype and identity count.
+        gathered: gives all values of a tensor by its name; all processes call it together.
 
     Raises its errors where they happen, and `TrainingError`, naming the process, in the others.
     """
-    state = model.state_dict(keep_vars=True)
-    numbers = {name: number for number, name in enumerate(state)}
-    tensors = list(state.values())
+    names = list(state)
+    numbers = {name: number for number, name in enumerate(names)}
     wanted: list[int | None] = [0]  # process 0 says which tensor, and None at the end
 
     def next_one() -> torch.Tensor | None:
         dist.broadcast_object_list(wanted, src=0)
-        return None if wanted[0] is None else whole(tensors[wanted[0]])
+        return None if wanted[0] is None else gathered(names[wanted[0]])
 
     def fetch(name: str) -> torch.Tensor:
         number = wanted[0] = numbers[name]
@@ -151,13 +163,15 @@ def _trained_by(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -
     return found[0] if len(found) == 1 else nn.ModuleList(found)
 
 
-def _write(state: dict[str, Any], folder: Path) -> None:
+def write_parts(state: dict[str, Any], folder: Path) -> None:
+    """Every process writes its part of what is in `state`; tensors that are not sharded are written once."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
     save(state, checkpoint_id=str(folder))
 
 
-def _read(state: dict[str, Any], folder: Path, strict: bool) -> None:
+def read_parts(state: dict[str, Any], folder: Path, strict: bool) -> None:
+    """Fills the tensors of `state` in place, sharded in whatever way, and replaces its other values. Raises `MatchError`."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import load
 

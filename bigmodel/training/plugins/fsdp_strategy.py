@@ -207,7 +207,9 @@ class FullyShardedStrategy(Strategy):
 
     def save_weights(self, model: nn.Module, folder: Path, max_shard_size: int | str, safe_serialization: bool) -> None:
         """Whole weights, one tensor in memory at a time."""
-        save_whole_weights(model, folder, max_shard_size, safe_serialization, self.accelerator._writes_files)
+        state = model.state_dict(keep_vars=True)
+        writes = self.accelerator._writes_files
+        save_whole_weights(state, lambda name: whole(state[name]), folder, max_shard_size, safe_serialization, writes)
 
     def release(self) -> None:
         """Forgets which parameters were replaced."""

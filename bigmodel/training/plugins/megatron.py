@@ -11,6 +11,7 @@ from ...errors import TrainingError
 from ...settings import word_as_bool
 from ..argument_types import refuse_wrong_fields
 from .megatron_core import start_model_parallel, transformer_config
+from .megatron_layers import layer_specification
 
 __all__ = ["MegatronLMPlugin"]
 
@@ -299,6 +300,13 @@ class MegatronLMPlugin:
             TrainingError: no process group, or one that copies of the model do not divide.
         """
         start_model_parallel(self)
+
+    def layer_specification(self) -> Any:
+        """megatron-core's local layer specification for a `GPTModel`, with torch's norms and attention, which compute on any device.
+
+        Raises `MissingPackageError` without megatron-core.
+        """
+        return layer_specification()
 
     def transformer_config(self, **sizes: Any) -> Any:
         """megatron-core's `TransformerConfig` of this plugin's arguments and `sizes` (`num_layers`, `hidden_size`, …).

@@ -43,6 +43,18 @@ def start_model_parallel(plugin: MegatronLMPlugin) -> None:
             f"{dist.get_world_size()} processes are no multiple of {shared}, those that one copy of the model takes: tp_degree "
             f"{plugin.tp_degree} x pp_degree {plugin.pp_degree} x context_parallel_size {plugin.context_parallel_size}."
         )
+    if parallel_state.model_parallel_is_initialized():
+        there = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_context_parallel_world_size(),
+        )
+        if there != (plugin.tp_degree, plugin.pp_degree, plugin.context_parallel_size):
+            raise TrainingError(
+                f"This process is in groups of megatron-core already, with degrees {there} (tensors, pipelines, contexts), and the plugin "
+                "wants others: call megatron.core.parallel_state.destroy_model_parallel() first."
+            )
+        return
     parallel_state.initialize_model_parallel(**sizes)
 
 
