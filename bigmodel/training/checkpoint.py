@@ -38,6 +38,7 @@ def save_training_state(accelerator: Accelerator, output_dir: str | PathLike[str
     facts = {
         "format": 1,
         "num_processes": accelerator.num_processes,
+        "data_processes": accelerator.strategy.data_processes,
         "mixed_precision": accelerator.mixed_precision,
         "step": accelerator.step,
         "iteration": project.iteration,
@@ -193,7 +194,7 @@ def _load_gradients(accelerator: Accelerator, folder: Path, facts: dict[str, Any
 
 def _load_places(accelerator: Accelerator, folder: Path, facts: dict[str, Any]) -> None:
     """Where loaders and random numbers stood in this process. Random numbers last: what is loaded may draw some."""
-    rank, count = accelerator.process_index, accelerator.num_processes
+    rank, count, shares = accelerator.process_index, accelerator.num_processes, accelerator.strategy.data_processes
     there = facts.get("num_processes")
     if there is None:
         warnings.warn(f"{folder} was not written by bigmodel: data loaders and random numbers do not go on from it.", stacklevel=4)
@@ -204,9 +205,15 @@ def _load_places(accelerator: Accelerator, folder: Path, facts: dict[str, Any]) 
             f"{'' if count < there else f', and processes from {there} on have random numbers of their own'}.",
             stacklevel=4,
         )
+    elif facts.get("data_processes", there) != shares:
+        warnings.warn(
+            f"{folder} was saved by {facts['data_processes']} processes with samples of their own and is loaded by {shares}: data loaders "
+            "begin their epoch again.",
+            stacklevel=4,
+        )
     for index, loader in enumerate(accelerator._dataloaders):
         positions = read_plain(folder / file_name(SAMPLER_NAME, index, ".bin"), f"data loader {index}")
-        if there != count:
+        if there != count or facts.get("data_processes", there) != shares:
             loader.iteration = positions[0]["epoch"]
         else:
             loader.load_state_dict(positions[rank])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,12 @@ def gather_for_metrics(accelerator: Accelerator, input_data: Any, use_gather_obj
     Tensors are joined along their first dimension, which counts samples, of which processes may have different numbers; those without
     dimensions become one of `num_processes` values. Lists and tuples without tensors in them are lists of samples, whatever these are, and
     are joined to one list. Any other single thing becomes a list of `num_processes`; None stays None. Mappings, named tuples, dataclasses,
-    and lists that hold tensors keep their form.
+    and lists that hold tensors keep their form. Of processes that share a model, and see the same samples, the first one counts.
     """
     if not accelerator.use_distributed:
         return input_data
     state = accelerator.gradient_state
+    ranks = accelerator.strategy.data_ranks or range(accelerator.num_processes)
     last, wanted = state.end_of_dataloader, state.remainder
     if last and wanted < 0:
         warnings.warn(
@@ -44,14 +45,15 @@ def gather_for_metrics(accelerator: Accelerator, input_data: Any, use_gather_obj
     if lengths is None:
         return gather(input_data)  # says what differs
     try:
-        joined = _joined(input_data, leaves, lengths, use_gather_object)
+        joined = _joined(input_data, leaves, lengths, use_gather_object, ranks)
     except DistributedOperationException:  # in all processes
         # Before the end of a loop all have as many samples, unless the script has chosen among them.
         lengths = _lengths(own)
         if lengths is None or all(len(set(each)) == 1 for each in lengths):
             raise
-        joined = _joined(input_data, leaves, lengths, use_gather_object)
-    results = iter([values[:wanted] if _was_filled_up(each, wanted) else values for values, each in zip(joined, lengths, strict=True)])
+        joined = _joined(input_data, leaves, lengths, use_gather_object, ranks)
+    counted = [[each[rank] for rank in ranks] for each in lengths]
+    results = iter([values[:wanted] if _was_filled_up(each, wanted) else values for values, each in zip(joined, counted, strict=True)])
     return _walk(input_data, use_gather_object, lambda leaf: next(results))
 
 
@@ -72,8 +74,8 @@ def _was_filled_up(each: list[int | None], wanted: int) -> bool:
     return len(set(counts)) == 1 or wanted in accumulate(counts[:-1])
 
 
-def _joined(data: Any, leaves: list[Any], lengths: list[list[int | None]], objects: bool) -> list[Any]:
-    """Every leaf of all processes: all tensors at once, then all other things."""
+def _joined(data: Any, leaves: list[Any], lengths: list[list[int | None]], objects: bool, ranks: Sequence[int]) -> list[Any]:
+    """Every leaf of the processes `ranks`: all tensors at once, then all other things."""
     as_tensors = [isinstance(leaf, torch.Tensor) and not objects for leaf in leaves]
     joined: list[Any] = [None] * len(leaves)
     if any(as_tensors):
@@ -83,12 +85,14 @@ def _joined(data: Any, leaves: list[Any], lengths: list[list[int | None]], objec
         sent = _walk(data, objects, lambda leaf: next(filled))
         gathered: list[Any] = []
         _walk(gather(sent), objects, gathered.append)
-        joined = [_rows(values, each) if is_tensor else None for values, each, is_tensor in zip(gathered, lengths, as_tensors, strict=True)]
+        joined = [
+            _rows(values, each, ranks) if is_tensor else None for values, each, is_tensor in zip(gathered, lengths, as_tensors, strict=True)
+        ]
     things = [position for position, leaf in enumerate(leaves) if not as_tensors[position] and leaf is not None]
     if things:
         samples = [list(leaf) if isinstance(leaf, (list, tuple)) else [leaf] for leaf in (leaves[position] for position in things)]
         for position, of_leaf in zip(things, zip(*gather_object([samples]), strict=True), strict=True):
-            joined[position] = [sample for of_rank in of_leaf for sample in of_rank]
+            joined[position] = [sample for rank in ranks for sample in of_leaf[rank]]
     return joined
 
 
@@ -118,9 +122,10 @@ def _filled(tensor: torch.Tensor, each: list[int | None]) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros((max(rows) - tensor.shape[0], *tensor.shape[1:]))])
 
 
-def _rows(gathered: torch.Tensor, each: list[int | None]) -> torch.Tensor:
-    """What was gathered of `_filled` tensors, without what filled them."""
-    rows = [count for count in each if count is not None]
-    if len(set(rows)) < 2:
+def _rows(gathered: torch.Tensor, each: list[int | None], ranks: Sequence[int]) -> torch.Tensor:
+    """What was gathered of `_filled` tensors from the processes `ranks`, without what filled them."""
+    rows = {count for count in each if count is not None}
+    if len(rows) < 2 and len(ranks) == len(each):
         return gathered
-    return torch.cat([part[:count] for part, count in zip(gathered.split(max(rows)), rows, strict=True)])
+    parts = gathered.chunk(len(each)) if gathered.shape[0] else [gathered] * len(each)
+    return torch.cat([parts[rank][: each[rank]] for rank in ranks])

@@ -74,6 +74,8 @@ class Strategy:
 
     data_mesh: Any = None
     """The `DeviceMesh` that tells which processes see the same samples; None: each sees its own."""
+    data_ranks: Sequence[int] | None = None
+    """One process, by rank, of those that see the same samples; None: each sees its own."""
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
@@ -81,7 +83,7 @@ class Strategy:
     @property
     def data_processes(self) -> int:
         """How many processes see samples of their own."""
-        return self.accelerator.num_processes
+        return self.accelerator.num_processes if self.data_ranks is None else len(self.data_ranks)
 
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
         """The objects of one `Accelerator.prepare`, ready for the loop. A placement of None means the accelerator's `device_placement`."""

@@ -16,6 +16,8 @@ from .fsdp_utils import *  # noqa: F403
 from .fsdp_utils import __all__ as _fsdp_utils
 from .imports import *  # noqa: F403
 from .imports import __all__ as _imports
+from .megatron_lm import *  # noqa: F403
+from .megatron_lm import __all__ as _megatron_lm
 from .memory import *  # noqa: F403
 from .memory import __all__ as _memory
 from .modeling import *  # noqa: F403
@@ -43,6 +45,7 @@ __all__ = [
     *_environment,
     *_fsdp_utils,
     *_imports,
+    *_megatron_lm,
     *_memory,
     *_modeling,
     *_offload,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from processes import Processes
 
-from bigmodel import Accelerator, TrainingError
+from bigmodel import Accelerator, MissingPackageError, TrainingError
 from bigmodel.utils import MegatronLMPlugin
 
 
@@ -85,10 +86,48 @@ def test_what_cannot_be_is_refused() -> None:
         MegatronLMPlugin(recompute_granularity="all")
 
 
-def test_training_is_refused_with_what_trains_here_instead() -> None:
-    with pytest.raises(TrainingError, match=r"computes on CUDA devices, and this process on the CPU.*FullyShardedDataParallelPlugin"):
-        Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())
+@pytest.mark.parametrize(
+    ("fields", "story"),
+    [
+        ({"pp_degree": 2}, r"pp_degree=2: megatron-core's pipelines send between CUDA devices\. Share layers with tp_degree"),
+        ({"sequence_parallelism": True}, r"sequence_parallelism=True: .*Transformer Engine's, for CUDA devices"),
+        ({"recompute_activations": True}, r"recompute_activations=True: .*random states of CUDA devices.*activation_checkpointing=True"),
+        ({"use_distributed_optimizer": True}, r"use_distributed_optimizer=True: .*CUDA devices.*FullyShardedDataParallelPlugin"),
+        ({"use_precision_aware_optimizer": True}, r"use_precision_aware_optimizer=True: .*Use one of torch's"),
+        ({"optimizer_cpu_offload": True}, r"optimizer_cpu_offload=True: .*CUDA streams.*cpu_offload=True"),
+        ({"overlap_cpu_optimizer_d2h_h2d": True}, r"overlap_cpu_optimizer_d2h_h2d=True: .*CUDA streams"),
+        ({"use_custom_fsdp": True}, r"use_custom_fsdp=True: .*CUDA streams.*FullyShardedDataParallelPlugin"),
+        ({"context_parallel_size": 2}, r"context_parallel_size=2: .*CUDA devices"),
+        ({"expert_model_parallel_size": 2}, r"expert_model_parallel_size=2: models with experts are not built"),
+        ({"train_samples": 100}, r"train_samples=100: schedules count steps\. Use train_iters"),
+        ({"consumed_samples": [8]}, r"consumed_samples=\[8, 0, 0\]: .*skip_first_batches"),
+        ({"megatron_dataset_flag": True}, r"megatron_dataset_flag=True: data comes from torch's loaders"),
+        ({"no_wd_decay_cond": len}, r"no_wd_decay_cond=.*groups of parameters, with a weight_decay each"),
+        ({"tensorboard_dir": "logs"}, r"tensorboard_dir='logs': use Accelerator\(log_with='tensorboard'"),
+        ({"custom_loss_function": len}, r"custom_loss_function=.*compute a loss from the logits"),
+        ({"other_megatron_args": {"swiglu": True}}, r"other_megatron_args \['swiglu'\].*plugin.transformer_config"),
+        ({"tp_degree": 2, "hidden_dropout": 0.1}, r"hidden_dropout=0\.1 and tp_degree=2: .*random states.*Set both to 0"),
+    ],
+)
+def test_what_the_training_step_does_not_do_is_refused_by_name(fields: dict[str, Any], story: str) -> None:
+    with pytest.raises(TrainingError, match=rf"megatron_lm_plugin with .*{story}"):
+        Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(**fields))
     assert Accelerator(cpu=True).num_processes == 1  # nothing is left of it
+
+
+def test_settings_of_the_accelerator_that_do_not_go_with_it_are_refused() -> None:
+    with pytest.raises(TrainingError, match=r"mixed_precision='bf16': .*float32 copies.*CUDA devices.*Train in float32"):
+        Accelerator(cpu=True, mixed_precision="bf16", megatron_lm_plugin=MegatronLMPlugin())
+    with pytest.raises(TrainingError, match=r"backend 'INDUCTOR': megatron-core's layers are not compiled"):
+        Accelerator(cpu=True, dynamo_backend="inductor", megatron_lm_plugin=MegatronLMPlugin())
+    with pytest.raises(TrainingError, match=r"num_micro_batches=2 in the plugin, and gradient_accumulation_steps=4"):
+        Accelerator(cpu=True, gradient_accumulation_steps=4, megatron_lm_plugin=MegatronLMPlugin(num_micro_batches=2))
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'bigmodel\[megatron\]'"):
+        MegatronLMPlugin().initialize_model_parallel()
 
 
 def groups_and_config() -> dict[str, Any]:

@@ -21,6 +21,8 @@ __all__ = ["build", "check_own", "renewed_parameters"]
 def build(plugin: Any, description: Description, model: nn.Module, mesh: Any, device: torch.device) -> nn.Module:
     """The `GPTModel` of a description, filled from process 0's `model`, on the host. All processes call it.
 
+    Tensors of `model` are empty afterwards: there is no time at which everything is there twice, and nobody takes old weights for new ones.
+
     Args:
         mesh: the one-dimensional mesh of tensor-parallel processes.
         device: where values travel between processes.
@@ -59,6 +61,8 @@ def build(plugin: Any, description: Description, model: nn.Module, mesh: Any, de
                 "or none."
             )
         built.get_parameter(rule.name).requires_grad_(trained.pop())
+        for name in rule.sources:
+            state[name].data = state[name].data.new_empty(0)
     assert not parameters, sorted(parameters)
     return built.train(model.training)
 

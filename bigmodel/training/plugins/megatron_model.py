@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import TrainingError
 from .megatron_names import Rule
@@ -31,11 +32,11 @@ class MegatronModel(nn.Module):
     """A prepared model.
 
     Args:
-        gpt: the `GPTModel`, this process's part of it.
-        module: `gpt`, or what averages its gradients around it.
+        module: the `GPTModel`, this process's part of it, perhaps in a `DistributedDataParallel`.
         plugin: the `MegatronLMPlugin`.
+        mesh: the one-dimensional mesh of tensor-parallel processes.
         config: the transformers model's; None for a `GPTModel` of the user's own.
-        rules: where the transformers model's tensors lie in `gpt`; None for a `GPTModel` of the user's own.
+        rules: where the transformers model's tensors lie in the `GPTModel`; None for a `GPTModel` of the user's own.
         aliases: names of tied tensors of the transformers model, by the name that `rules` have.
 
     Attributes:
@@ -44,9 +45,9 @@ class MegatronModel(nn.Module):
 
     def __init__(
         self,
-        gpt: nn.Module,
         module: nn.Module,
         plugin: Any,
+        mesh: Any,
         config: Any = None,
         rules: Sequence[Rule] | None = None,
         aliases: Mapping[str, str] | None = None,
@@ -57,18 +58,18 @@ class MegatronModel(nn.Module):
         self.rules = rules
         self.aliases = dict(aliases or {})
         self._plugin = plugin
+        self._mesh = mesh
         self._end = getattr(config, "eos_token_id", None)
         if plugin.eod_mask_loss and not isinstance(self._end, int):
             raise TrainingError(
                 f"eod_mask_loss: the model's config has eos_token_id {self._end!r}, and one token has to end documents. Give labels that "
                 f"are {IGNORED} there instead."
             )
-        self._seen: tuple[nn.Module] = (gpt,)  # a tuple, so that it is no second child
 
     @property
     def gpt(self) -> Any:
         """The `GPTModel`."""
-        return self._seen[0]
+        return self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
 
     def forward(
         self,
@@ -96,7 +97,7 @@ class MegatronModel(nn.Module):
             raise TrainingError("position_ids: megatron-core's rotary positions are the places of tokens in the sequence; leave them out.")
         hidden = None if attention_mask is None else _hidden(attention_mask)
         if labels is None:
-            return MegatronOutput(None, _whole(self.module(input_ids, position_ids, hidden)))
+            return MegatronOutput(None, self._whole(self.module(input_ids, position_ids, hidden)))
         following = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         counts = following != IGNORED
         if self._plugin.eod_mask_loss:
@@ -108,7 +109,7 @@ class MegatronModel(nn.Module):
 
         logits = self.module(input_ids, position_ids, hidden)
         # The loss writes into what it is given.
-        return MegatronOutput(self._mean(vocab_parallel_cross_entropy(logits.float().clone(), words), counts), _whole(logits))
+        return MegatronOutput(self._mean(vocab_parallel_cross_entropy(logits.float().clone(), words), counts), self._whole(logits))
 
     def _mean(self, losses: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Of losses [batch, tokens] that count: over the tokens of all processes, or of this one (`calculate_per_token_loss=False`)."""
@@ -122,6 +123,16 @@ class MegatronModel(nn.Module):
             losses = losses * processes  # gradients are averaged over the processes
         return (losses * counts).sum() / total.clamp(min=1)
 
+    def _whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of all words, of which this process has computed some."""
+        if self._mesh.size() == 1:
+            return logits
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        # Every process computes the same with them, so the gradient of its own ones is whole there.
+        part = DTensor.from_local(logits, self._mesh, [Shard(logits.dim() - 1)], run_check=False)
+        return part.full_tensor(grad_placements=[Replicate()])
+
 
 def _hidden(attention_mask: torch.Tensor) -> torch.Tensor:
     """True where a token [batch, 1, tokens, tokens] does not see another: a later one, or a filler."""
@@ -130,9 +141,3 @@ def _hidden(attention_mask: torch.Tensor) -> torch.Tensor:
     hidden = later | (attention_mask == 0)[:, None, None, :]
     # Fillers see themselves: nothing at all would make them no numbers.
     return hidden & ~torch.eye(tokens, dtype=torch.bool, device=attention_mask.device)
-
-
-def _whole(logits: torch.Tensor) -> torch.Tensor:
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
-    return gather_from_tensor_model_parallel_region(logits)

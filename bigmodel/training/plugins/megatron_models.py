@@ -39,18 +39,26 @@ def described(model: nn.Module) -> Description:
             f"{'' if config is None else f', not {kind}'}; MegatronLMPlugin cannot say how Megatron-LM would compute others. "
             "A FullyShardedDataParallelPlugin shares any model between processes."
         )
-    found = FAMILIES[kind](model, config)
+    describe, last_norm = FAMILIES[kind]
     state = model.state_dict(keep_vars=True)
+    words = getattr(model, "get_output_embeddings", lambda: None)()
+    if last_norm not in state or words is None:
+        raise _not_plain(model, kind, f"it has no {last_norm if words else 'prediction of words'}")
+    found = describe(model, config)
     known = {source for rule in found.rules for source in rule.sources}
     tied = {id(state[name]) for name in known if name in state}
     lacking = sorted(known - set(state))
     strangers = sorted(name for name, value in state.items() if name not in known and id(value) not in tied)
     if lacking or strangers:
-        raise TrainingError(
-            f"{type(model).__name__} is no plain causal {kind} model: it has no {lacking[:3] or 'lack'}, and {strangers[:3] or 'nothing'} "
-            "besides. Prepare it without adapters, or use a FullyShardedDataParallelPlugin."
-        )
+        raise _not_plain(model, kind, f"of its tensors {', '.join((lacking + strangers)[:3])} {'are missing' if lacking else 'are others'}")
     return found
+
+
+def _not_plain(model: nn.Module, kind: str, why: str) -> TrainingError:
+    return TrainingError(
+        f"{type(model).__name__} is no plain causal {kind} model: {why}. Prepare it without adapters and with its word head, or use a "
+        "FullyShardedDataParallelPlugin."
+    )
 
 
 def _refuse(config: Any, **wanted: Any) -> None:
@@ -163,8 +171,11 @@ def _gpt2(model: Any, config: Any) -> Description:
     return Description(sizes, arguments, rules)
 
 
-FAMILIES: Final[dict[str, Callable[[Any, Any], Description]]] = {"llama": _llama, "gpt2": _gpt2}
-"""By the `model_type` of a config."""
+FAMILIES: Final[dict[str, tuple[Callable[[Any, Any], Description], str]]] = {
+    "llama": (_llama, "model.norm.weight"),
+    "gpt2": (_gpt2, "transformer.ln_f.weight"),
+}
+"""By the `model_type` of a config; a tensor that only the whole causal model has under that name."""
 
 
 def tied_names(rules: list[Rule], model: nn.Module) -> dict[str, str]:

@@ -85,5 +85,5 @@ def refuse_what_is_not_done(accelerator: Accelerator, plugin: Any) -> None:
     compiler = accelerator.state.dynamo_plugin
     if compiler is not None and compiler.backend != DynamoBackend.NO:
         raise TrainingError(
-            f"megatron_lm_plugin with backend {str(compiler.backend)!r}: megatron-core's layers stay as they are; use 'no'."
+            f"megatron_lm_plugin with backend {str(compiler.backend)!r}: megatron-core's layers are not compiled. Use 'no'."
         )

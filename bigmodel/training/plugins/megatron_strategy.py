@@ -67,15 +67,12 @@ class MegatronStrategy(Strategy):
         groups = [parallel_state.get_data_parallel_group(), parallel_state.get_tensor_model_parallel_group()]
         ranks = torch.arange(dist.get_world_size()).view(-1, self.plugin.tp_degree)
         self.data_mesh = DeviceMesh.from_group(groups, accelerator.device.type, mesh=ranks, mesh_dim_names=("dp", "tp"))
+        self.data_ranks = ranks[:, 0].tolist()
         self._mesh = self.data_mesh["tp"]
         self._renewed = WeakIdKeyDictionary()
-        self._clipping: list[Any] = []
+        self._sources: list[nn.Module] = []  # prepared models are known by their ids
+        self._clipping: list[tuple[Any, Any]] = []
         self._is_clipped = False
-
-    @property
-    def data_processes(self) -> int:
-        """Copies of the model."""
-        return int(self.data_mesh["dp"].size())
 
     # Preparing
 
@@ -94,7 +91,7 @@ class MegatronStrategy(Strategy):
         return ready
 
     def prepare_model(self, model: nn.Module, device_placement: bool, evaluation_mode: bool) -> nn.Module:
-        """This process's part of a `GPTModel` with the values of the transformers model, or of the user's own `GPTModel`."""
+        """This process's part of a `GPTModel` with the values of the transformers model, which has none any more, or of the user's own."""
         from megatron.core.models.gpt.gpt_model import GPTModel
 
         device = self.accelerator.device
@@ -104,6 +101,7 @@ class MegatronStrategy(Strategy):
         else:
             description = described(model)
             gpt = build(self.plugin, description, model, self._mesh, device)
+            self._sources.append(model)
             for old, new in renewed_parameters(description.rules, model, gpt):
                 self._renewed[old] = new
         if device_placement:
@@ -112,9 +110,9 @@ class MegatronStrategy(Strategy):
         if self.data_processes > 1 and not evaluation_mode and any(parameter.requires_grad for parameter in gpt.parameters()):
             module = averaged(self.accelerator, gpt, self.data_mesh.get_group("dp"))
         if description is None:
-            ready = MegatronModel(gpt, module, self.plugin)
+            ready = MegatronModel(module, self.plugin, self._mesh)
         else:
-            ready = MegatronModel(gpt, module, self.plugin, model.config, description.rules, tied_names(description.rules, model))
+            ready = MegatronModel(module, self.plugin, self._mesh, model.config, description.rules, tied_names(description.rules, model))
         for optimizer in self.accelerator._optimizers:
             self.adopt_parameters(optimizer.optimizer)
         return ready.train(model.training)
@@ -136,9 +134,8 @@ class MegatronStrategy(Strategy):
             group["params"] = list(renewed.values())
         if any(parameter in self._renewed for parameter in optimizer.state):
             raise TrainingError("The optimizer has made steps before its model was prepared: prepare both first, or load_state.")
-        if not any(each is optimizer for each in self._clipping):
-            self._clipping.append(optimizer)
-            optimizer.register_step_pre_hook(self._clip)
+        if not any(each is optimizer for each, _ in self._clipping):
+            self._clipping.append((optimizer, optimizer.register_step_pre_hook(self._clip)))
 
     def _clip(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         limit, done = float(self.plugin.gradient_clipping), self._is_clipped
@@ -224,9 +221,11 @@ class MegatronStrategy(Strategy):
         save_whole_weights(whole.shapes, whole.__getitem__, folder, max_shard_size, safe_serialization, writes)
 
     def release(self) -> None:
-        """Forgets which parameters were replaced."""
-        self._renewed.clear()
-        self._clipping.clear()
+        """Forgets which parameters were replaced, and leaves the steps of optimizers alone."""
+        for _, hook in self._clipping:
+            hook.remove()
+        for kept in (self._renewed, self._sources, self._clipping):
+            kept.clear()
 
 
 def _agree_on_accumulation(accelerator: Accelerator, plugin: Any) -> None:

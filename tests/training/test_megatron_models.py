@@ -1,0 +1,160 @@
+"""What megatron-core takes to be trained: whose tokens count, models of its own, and what does not fit, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron_jobs import TOLERANCE, fresh, llama, optimized, prepared, samples
+from processes import Processes
+from torch import nn
+from torch.utils.data import DataLoader
+
+from bigmodel import Accelerator, TrainingError
+from bigmodel.training.accelerator_state import AcceleratorState
+from bigmodel.utils import MegatronLMPlugin
+
+pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'bigmodel[megatron]'")
+
+pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.filterwarnings("ignore")]
+
+Sizes = Callable[[int], Processes]
+
+
+def counted_otherwise() -> list[float]:
+    found = []
+    for fields in ({"eod_mask_loss": True}, {"calculate_per_token_loss": False}):
+        accelerator, (model, _, loader, _) = prepared(1, llama, **fields)
+        with torch.no_grad():
+            batch = next(iter(loader))
+            found.append(float(accelerator.reduce(model(**batch).loss, reduction="mean")))
+    with pytest.raises(TrainingError, match=r"eod_mask_loss: the model's config has eos_token_id \[2, 3\]"):
+        prepared(1, lambda: llama(eos_token_id=[2, 3]), eod_mask_loss=True)
+    return found
+
+
+def test_the_plugin_says_which_tokens_count(processes: Sizes) -> None:
+    model = llama()
+    model.config.eos_token_id = 2
+    batch = next(iter(DataLoader(samples(), batch_size=4)))
+    with torch.no_grad():
+        logits = model(batch["input_ids"], batch["attention_mask"]).logits[:, :-1]
+        losses = nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], reduction="none")
+    counts = batch["labels"][:, 1:] != -100
+    ends = counts & (batch["input_ids"][:, :-1] != 2)
+    halves = [(losses * counts)[half].sum() / counts[half].sum() for half in (slice(0, 2), slice(2, 4))]
+    expected = [float((losses * ends).sum() / ends.sum()), float(sum(halves) / 2)]
+    for found in processes(2).run(counted_otherwise, timeout=120):
+        assert found == pytest.approx(expected, rel=TOLERANCE)
+
+
+def own_model(tp_degree: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    fresh()
+    plugin = MegatronLMPlugin(tp_degree=tp_degree, gradient_clipping=0.0)
+    accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+    config = plugin.transformer_config(num_layers=1, hidden_size=32, num_attention_heads=4, gated_linear_unit=True)
+    sizes: dict[str, Any] = {"config": config, "vocab_size": 64, "max_sequence_length": 16, "position_embedding_type": "rope"}
+    with pytest.raises(TrainingError, match=r"GPTModel: its attention takes buffers from CUDA.*plugin.layer_specification\(\)"):
+        accelerator.prepare(GPTModel(transformer_layer_spec=get_gpt_layer_local_spec(), **sizes))
+    wrong = {**sizes, "config": plugin.transformer_config(num_layers=1, hidden_size=32, num_attention_heads=4, fp16=True)}
+    with pytest.raises(TrainingError, match=r"GPTModel: fp16 is True in its config, and here it has to be False"):
+        accelerator.prepare(GPTModel(transformer_layer_spec=plugin.layer_specification(), **wrong))
+    torch.manual_seed(accelerator.process_index)  # the first process's values count
+    model = GPTModel(transformer_layer_spec=plugin.layer_specification(), **sizes)
+    optimizer, scheduler = optimized(model)
+    loader = DataLoader(samples(), batch_size=4 * tp_degree // accelerator.num_processes)
+    parts = accelerator.prepare(model, optimizer, loader, scheduler)
+    assert accelerator.unwrap_model(parts[0]) is model
+    state = accelerator.get_state_dict(parts[0])
+    seen = []
+    for batch in parts[2]:
+        loss = parts[0](**batch).loss
+        accelerator.backward(loss)
+        seen.append(float(accelerator.reduce(loss.detach(), reduction="mean")))
+        parts[1].step()
+        parts[1].zero_grad()
+    norms = [float(value.norm()) for value in accelerator.get_state_dict(parts[0]).values()]
+    return seen, norms, state
+
+
+def test_a_model_of_megatron_core_is_trained_as_it_is(processes: Sizes) -> None:
+    shared, alone = processes(2).run(own_model, 2, timeout=120)[0], processes(1).run(own_model, 1, timeout=120)[0]
+    assert shared[2].keys() == alone[2].keys()
+    assert {name: value.shape for name, value in shared[2].items()} == {name: value.shape for name, value in alone[2].items()}
+    copied = processes(2).run(own_model, 1, timeout=120)[0]
+    assert copied[0] == pytest.approx(alone[0], rel=TOLERANCE)
+    assert copied[1] == pytest.approx(alone[1], rel=TOLERANCE)
+    assert shared[0][-1] < shared[0][0]
+
+
+def what_does_not_fit() -> None:
+    def accelerator() -> Accelerator:
+        fresh()
+        return Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(tp_degree=2))
+
+    for changes, story in (
+        ({"vocab_size": 65}, r"tp_degree=2 does not divide the 65 words of the vocabulary \(model.resize_token_embeddings"),
+        ({"num_key_value_heads": 1}, r"tp_degree=2 does not divide the 1 key and value heads"),
+        ({"intermediate_size": 47}, r"tp_degree=2 does not divide the 47 features of the feed-forward layer"),
+        ({"attention_bias": True}, r"attention_bias=True in the config of this llama model"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, r"rope_type='dynamic': its angles change"),
+    ):
+        with pytest.raises(TrainingError, match=story):
+            accelerator().prepare(llama(**changes))
+    with pytest.raises(TrainingError, match=r"Linear: prepare a megatron-core GPTModel, or a transformers model of type llama, gpt2"):
+        accelerator().prepare(nn.Linear(2, 2))
+    with pytest.raises(TrainingError, match=r"LlamaModel is no plain causal llama model: it has no prediction of words"):
+        accelerator().prepare(llama().model)
+    with pytest.raises(TrainingError, match=r"tensors are not in float32.*dtype=torch.float32"):
+        accelerator().prepare(llama().bfloat16())
+    model = llama()
+    model.model.layers[0].self_attn.q_proj.requires_grad_(False)
+    with pytest.raises(TrainingError, match=r"q_proj.weight, .* are one parameter in megatron-core.*freeze all or none"):
+        accelerator().prepare(model)
+    model = llama()
+    queries = model.model.layers[0].self_attn.q_proj.weight
+    groups = [{"params": [queries], "lr": 0.1}, {"params": [each for each in model.parameters() if each is not queries]}]
+    with pytest.raises(TrainingError, match=r"Groups 0 and 1 of the optimizer have tensors that are one parameter"):
+        accelerator().prepare(model, torch.optim.AdamW(groups))
+    model = llama()
+    model.model.adapted = nn.Linear(2, 2)
+    with pytest.raises(TrainingError, match=r"no plain causal llama model: of its tensors model.adapted.bias, model"):
+        accelerator().prepare(model)
+    ready = accelerator()
+    model = ready.prepare(llama())
+    with pytest.raises(TrainingError, match=r"sequences of 40 tokens: the model has positions for 32"):
+        model(torch.zeros(1, 40, dtype=torch.int64))
+    with pytest.raises(TrainingError, match=r"position_ids: .*leave them out"):
+        model(torch.zeros(1, 4, dtype=torch.int64), position_ids=torch.arange(4)[None])
+    with pytest.raises(TrainingError, match=r"join_uneven_inputs: Megatron-LM needs every process"), ready.join_uneven_inputs([model]):
+        pass
+    AcceleratorState._reset_state()
+    with pytest.raises(TrainingError, match=r"in groups of megatron-core already, with degrees \(2, 1, 1\).*destroy_model_parallel"):
+        Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())
+
+
+def test_what_does_not_fit_is_refused_by_name(processes: Sizes) -> None:
+    processes(2).run(what_does_not_fit, timeout=120)
+
+
+def nothing_is_there_twice() -> list[int]:
+    accelerator, _ = prepared(2, llama)
+    model = llama()
+    ready = accelerator.prepare(model)
+    assert all(parameter.numel() == 0 for parameter in model.parameters())
+    counts = [sum(parameter.numel() for parameter in ready.parameters())]
+    accelerator.free_memory()
+    return counts
+
+
+def test_each_process_has_its_part_alone(processes: Sizes) -> None:
+    model = llama()
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    norms = sum(parameter.numel() for name, parameter in model.named_parameters() if "norm" in name)
+    for (count,) in processes(2).run(nothing_is_there_twice, timeout=120):
+        assert count == (whole - norms) // 2 + norms
