@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ..devices import accelerator_count, accelerator_started, accelerator_type, host_cores, visibility_variable
 from ..errors import TrainingError
 from ..settings import PREFIXES
+from .accelerator_state import AcceleratorState
 from .config_file import LaunchSettings, launch_environment
 from .enums import DistributedType, PrecisionType
 from .environment import (
@@ -27,9 +28,13 @@ from .environment import (
     is_port_in_use,
     patch_environment,
 )
+from .gradient_state import GradientState
 from .state import PartialState
 
 __all__ = ["debug_launcher", "launch_script", "notebook_launcher", "torchrun_arguments"]
+
+LEFT_BEHIND = "_left_by_a_launch"
+"""Marks the state of a process that a function has made which `notebook_launcher` ran alone: a later launch may start without it."""
 
 ENGINES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 """What needs a process group also for one process."""
@@ -123,7 +128,8 @@ def notebook_launcher(
     Args:
         function: what is run, in each process.
         args: for it.
-        num_processes: on this machine; None: one for each accelerator, or one. One alone runs in this process.
+        num_processes: on this machine; None: one for each accelerator, or one. One alone runs in this process, and on the CPU leaves it
+            fit for a later launch of several.
         mixed_precision: as in `AcceleratorState`.
         use_port, master_addr: where the processes meet, on machine 0.
         node_rank, num_nodes: of this machine, and how many there are.
@@ -140,8 +146,13 @@ def notebook_launcher(
     variables = {f"{prefix}MIXED_PRECISION": str(mixed_precision).lower() for prefix in PREFIXES}
     count = max(accelerator_count(), 1) if num_processes is None else num_processes
     if count == 1 and num_nodes == 1:
+        fresh = not PartialState._shared_state
         with patch_environment(**variables):
-            function(*args)
+            try:
+                function(*args)
+            finally:
+                if fresh and PartialState._shared_state:
+                    PartialState._shared_state[LEFT_BEHIND] = True
         return
     _refuse_late_launch("notebook_launcher")
     if node_rank == 0:
@@ -209,6 +220,8 @@ def _forked(function: Callable[..., Any]) -> Callable[..., None]:
     def call(*args: Any) -> None:  # what the function returns need not be something that travels between processes
         # The threads that the forking process had computed with are not here, and OpenMP would wait for them.
         torch.set_num_threads(1)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
         function(*args)
 
     return call
@@ -227,7 +240,12 @@ def _story(message: Any) -> str:
 
 
 def _refuse_late_launch(launcher: str) -> None:
-    if PartialState._shared_state:
+    if dist.is_initialized():
+        raise TrainingError(
+            f"{launcher} forks this process, which has a process group: a function that was launched with one process, or the notebook "
+            "itself, has made it. Restart the notebook, and launch with as many processes as are needed at once."
+        )
+    if PartialState._shared_state and LEFT_BEHIND not in PartialState._shared_state:
         raise TrainingError(
             f"{launcher} forks this process, which is already one of a job: make the Accelerator or PartialState inside of the function, "
             "and restart the notebook."
@@ -235,5 +253,5 @@ def _refuse_late_launch(launcher: str) -> None:
     if accelerator_started():
         raise TrainingError(
             f"{launcher} forks this process, which has used its accelerator ({accelerator_type()}): a forked process could not. "
-            "Use it inside of the function only, and restart the notebook."
+            "Use it inside of the function only (one process alone runs in the notebook's own), and restart the notebook."
         )

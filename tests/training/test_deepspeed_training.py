@@ -282,7 +282,7 @@ def refused_settings() -> None:
         ({}, {"train_batch_size": 10}, "train_batch_size is 10 in the config and 8 in the script"),
         ({}, {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}, "'auto' for zero_optimization.reduce_bucket_size"),
         ({}, {"optimizer": {"type": "AdamW"}}, "two optimizers, an AdamW and the DeepSpeed config's"),
-        ({}, {"scheduler": {"type": "WarmupLR"}}, "two schedulers, a ExponentialLR and the DeepSpeed config's"),
+        ({}, {"scheduler": {"type": "WarmupLR"}}, "two schedulers, an ExponentialLR and the DeepSpeed config's"),
     ):
         fresh()
         plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 2}, **config})

@@ -139,8 +139,23 @@ def main():
         return threading.Lock()
 
     def failing():
+        PartialState().wait_for_everyone()  # while others are still being joined, they would tell of the lost one first
         if PartialState().process_index == 1:
             raise KeyError("the cell's own trouble")
+
+    def training(word):  # the same cell, first with one process to see whether it works
+        accelerator = bigmodel.Accelerator(gradient_accumulation_steps=3)
+        weights = accelerator.prepare(torch.nn.Linear(2, 1)).parameters()
+        with open(f"{folder}/{word}-{accelerator.process_index}", "w") as file:
+            file.write(f"{accelerator.num_processes} {accelerator.mixed_precision} {len(list(weights))}")
+        seen.append(accelerator)
+
+    seen = []
+    bigmodel.notebook_launcher(training, ("alone",), num_processes=1)
+    bigmodel.notebook_launcher(training, ("both",), num_processes=2, use_port=str(get_free_port()), mixed_precision="bf16")
+    bigmodel.notebook_launcher(training, ("again",), num_processes=1)
+    assert [accelerator.num_processes for accelerator in seen] == [1, 1] and seen[0].device == torch.device("cpu")
+    AcceleratorState._reset_state(True)
 
     bigmodel.notebook_launcher(cell, ("notebook", 1), num_processes=2, use_port=str(get_free_port()), mixed_precision="bf16")
     bigmodel.debug_launcher(cell, ("debug", 2))
@@ -167,6 +182,8 @@ def test_functions_of_a_notebook_run_in_forked_processes(tmp_path: Path) -> None
     for rank in (0, 1):
         assert (tmp_path / f"notebook-{rank}").read_text() == "2 3.0 gloo MULTI_CPU bf16 1"
         assert (tmp_path / f"debug-{rank}").read_text() == "2 3.0 gloo MULTI_CPU no 2"
+        assert (tmp_path / f"both-{rank}").read_text() == "2 bf16 2"
+    assert (tmp_path / "alone-0").read_text() == (tmp_path / "again-0").read_text() == "1 no 2"
 
 
 def test_a_job_that_is_stopped_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
