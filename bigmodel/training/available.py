@@ -53,11 +53,8 @@ __all__ = [
 def is_package_available(name: str) -> bool:
     """Whether `import name` would find a package; nothing is imported but the packages that it lies in.
 
-    A plain folder of that name beside the script (trackers write some) is no package.
+    A plain folder of that name beside the script (trackers write some) is no package; a package may lie in one, as megatron-core does.
     """
-    parent = name.rpartition(".")[0]
-    if parent and not is_package_available(parent):
-        return False
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):  # a parent that cannot be imported; a module put in place by hand, without a spec

@@ -31,6 +31,10 @@ def test_a_package_is_there_if_it_can_be_imported(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(str(tmp_path))
     assert not is_package_available("folder_of_a_tracker")
     assert is_package_available("package_of_mine")
+    (tmp_path / "folder_of_a_tracker" / "core").mkdir()
+    assert not is_package_available("folder_of_a_tracker.core")
+    (tmp_path / "folder_of_a_tracker" / "core" / "__init__.py").touch()
+    assert is_package_available("folder_of_a_tracker.core")  # as megatron-core lies in `megatron`
     monkeypatch.setitem(sys.modules, "made_by_hand", types.ModuleType("made_by_hand"))
     assert not is_package_available("made_by_hand")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_jobs import TOLERANCE, fresh, llama, optimized, prepared, samples
+from megatron_jobs import TOLERANCE, fresh, gpt2, llama, optimized, prepared, samples
 from processes import Processes
 from torch import nn
 from torch.utils.data import DataLoader
@@ -158,3 +158,25 @@ def test_each_process_has_its_part_alone(processes: Sizes) -> None:
     norms = sum(parameter.numel() for name, parameter in model.named_parameters() if "norm" in name)
     for (count,) in processes(2).run(nothing_is_there_twice, timeout=120):
         assert count == (whole - norms) // 2 + norms
+
+
+def with_dropout() -> list[float]:
+    _, (model, *_) = prepared(1, gpt2, hidden_dropout=0.1, attention_dropout=0.2, seq_length=12)
+    batch = next(iter(DataLoader(samples(), batch_size=4)))
+    model.train()
+    first, second = float(model(**batch).loss), float(model(**batch).loss)
+    with pytest.raises(TrainingError, match=r"sequences of 13 tokens: the model has positions for 12"):
+        model(torch.zeros(1, 13, dtype=torch.int64))
+    model.eval()
+    places = torch.arange(12).flip(0).expand(4, -1)
+    return [first, second, float(model(**batch).loss), float(model(**batch, position_ids=places).loss)]
+
+
+def test_dropout_is_the_plugins_and_positions_may_be_given(processes: Sizes) -> None:
+    model = gpt2().eval()
+    batch = next(iter(DataLoader(samples(), batch_size=4)))
+    with torch.no_grad():
+        expected = float(model(**batch).loss), float(model(**batch, position_ids=torch.arange(12).flip(0).expand(4, -1)).loss)
+    (found,) = processes(1).run(with_dropout, timeout=120)
+    assert len({*found[:3]}) == 3
+    assert found[2:] == pytest.approx(expected, rel=TOLERANCE)

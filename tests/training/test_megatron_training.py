@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron_jobs import TOLERANCE, alone, fresh, gpt2, llama, loop, prepared, samples
 from processes import Processes
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from bigmodel import Accelerator, CheckpointNotFoundError, MatchError, TrainingError
 from bigmodel.utils import MegatronLMDummyScheduler, MegatronLMPlugin
@@ -163,18 +163,27 @@ def test_other_programs_read_the_weights(processes: Sizes, make: Callable[[], An
         assert torch.equal(read.state_dict()[name], value), name
 
 
-def evaluated(make: Callable[[], Any]) -> tuple[torch.Tensor, torch.Tensor, float, list[int]]:
-    accelerator, (model, _, loader, _) = prepared(2, make, return_logits=True)
+def evaluated(make: Callable[[], Any]) -> tuple[torch.Tensor, torch.Tensor, float, dict[str, list[int]]]:
+    accelerator, (model, *_) = prepared(2, make, return_logits=True)
     model.eval()
-    ids, logits, seen = next(iter(DataLoader(samples(), batch_size=5))), [], []
+    batch = next(iter(DataLoader(samples(), batch_size=5)))
     with torch.no_grad():
-        unlabelled = model(ids["input_ids"], ids["attention_mask"]).logits
-        labelled = model(**ids)
-        for batch in loader:
-            found = accelerator.gather_for_metrics((batch["input_ids"], batch["input_ids"][:, 0].tolist()))
-            logits.append(found[0])
-            seen += found[1]
-    return unlabelled, labelled.logits, float(labelled.loss), [torch.cat(logits).shape[0], *seen]
+        unlabelled = model(batch["input_ids"], batch["attention_mask"]).logits
+        labelled = model(**batch)
+    seen: dict[str, list[int]] = {"tensors": [], "lists": [], "stream": []}
+    size = 4 * 2 // accelerator.num_processes
+    for batch in accelerator.prepare(DataLoader(samples()[:14], batch_size=size)):
+        rows, firsts = accelerator.gather_for_metrics((batch["input_ids"], batch["input_ids"][:, 0].tolist()))
+        seen["tensors"] += rows[:, 0].tolist()
+        seen["lists"] += firsts
+    for batch in accelerator.prepare(DataLoader(Stream(), batch_size=size)):
+        seen["stream"] += accelerator.gather_for_metrics(batch["input_ids"])[:, 0].tolist()
+    return unlabelled, labelled.logits, float(labelled.loss), seen
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(samples()[:14])
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
@@ -184,13 +193,13 @@ def test_logits_are_whole_and_every_sample_counts_once(processes: Sizes, make: C
     with torch.no_grad():
         expected = model(**batch)
     real = batch["attention_mask"].bool()
-    for count, tokens in ((2, [16]), (4, [16])):
+    firsts = [int(sample["input_ids"][0]) for sample in samples()[:14]]
+    for count in (2, 4):
         for unlabelled, labelled, loss, seen in processes(count).run(evaluated, make, timeout=120):
             torch.testing.assert_close(unlabelled[real], expected.logits[real], rtol=1e-4, atol=1e-5)
             assert torch.equal(unlabelled, labelled)
-            if count == 2:  # the loss of two copies is that of the tokens of both, here the same ones
-                assert loss == pytest.approx(float(expected.loss), rel=TOLERANCE)
-            assert seen == tokens + [int(sample["input_ids"][0]) for sample in samples()]
+            assert loss == pytest.approx(float(expected.loss), rel=TOLERANCE)  # all copies have the same tokens here
+            assert seen == {"tensors": firsts, "lists": firsts, "stream": firsts}
 
 
 def schedules() -> list[list[float]]:
