@@ -180,3 +180,46 @@ def test_dropout_is_the_plugins_and_positions_may_be_given(processes: Sizes) -> 
     (found,) = processes(1).run(with_dropout, timeout=120)
     assert len({*found[:3]}) == 3
     assert found[2:] == pytest.approx(expected, rel=TOLERANCE)
+
+
+def recomputed(tp_degree: int, fields: dict[str, Any]) -> tuple[list[float], int]:
+    kept = 0
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += tensor.nbytes if not isinstance(tensor, nn.Parameter) else 0
+        return tensor
+
+    accelerator, (model, optimizer, loader, _) = prepared(tp_degree, gpt2, **fields)
+    losses = []
+    for batch in loader:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(**batch).loss
+        accelerator.backward(loss)
+        losses.append(float(accelerator.reduce(loss.detach(), reduction="mean")))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, kept
+
+
+def recomputed_in_every_way() -> list[tuple[list[float], int]]:
+    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    found = []
+    for tp_degree, always in ((2, {}), (1, dropout)):
+        for way in (
+            {},
+            {"recompute_granularity": "selective"},
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+            {"recompute_granularity": "full"},
+        ):
+            torch.manual_seed(3)
+            found.append(recomputed(tp_degree, {**always, **way, "recompute_activations": bool(way)}))
+    return found
+
+
+def test_activations_are_computed_again_with_the_same_numbers(processes: Sizes) -> None:
+    for found in processes(2).run(recomputed_in_every_way, timeout=120):
+        for four in (found[:4], found[4:]):
+            losses, kept = [each[0] for each in four], [each[1] for each in four]
+            assert losses[1:] == [losses[0]] * 3  # dropout too
+            assert kept[3] < kept[2] < kept[0]

@@ -91,7 +91,7 @@ def test_what_cannot_be_is_refused() -> None:
     [
         ({"pp_degree": 2}, r"pp_degree=2: megatron-core's pipelines send between CUDA devices\. Share layers with tp_degree"),
         ({"sequence_parallelism": True}, r"sequence_parallelism=True: .*Transformer Engine's, for CUDA devices"),
-        ({"recompute_activations": True}, r"recompute_activations=True: .*random states of CUDA devices.*activation_checkpointing=True"),
+        ({"recompute_activations": True, "recompute_num_layers": 2}, r"recompute_num_layers=2: layers are computed again one by one"),
         ({"use_distributed_optimizer": True}, r"use_distributed_optimizer=True: .*CUDA devices.*FullyShardedDataParallelPlugin"),
         ({"use_precision_aware_optimizer": True}, r"use_precision_aware_optimizer=True: .*Use one of torch's"),
         ({"optimizer_cpu_offload": True}, r"optimizer_cpu_offload=True: .*CUDA streams.*cpu_offload=True"),

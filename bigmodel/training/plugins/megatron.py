@@ -304,9 +304,12 @@ class MegatronLMPlugin:
     def layer_specification(self) -> Any:
         """megatron-core's local layer specification for a `GPTModel`, with torch's norms and attention, which compute on any device.
 
+        With `recompute_activations` its layers recompute, as `recompute_granularity` and so on say; the model's config is then to have
+        `recompute_granularity=None`, since megatron-core would do it with CUDA's random states.
+
         Raises `MissingPackageError` without megatron-core.
         """
-        return layer_specification()
+        return layer_specification(self)
 
     def transformer_config(self, **sizes: Any) -> Any:
         """megatron-core's `TransformerConfig` of this plugin's arguments and `sizes` (`num_layers`, `hidden_size`, …).

@@ -42,12 +42,16 @@ def build(plugin: Any, description: Description, model: nn.Module, mesh: Any, de
         )
     # Not `perform_initialization=False`: parameters would not be told how they are split.
     config = plugin.transformer_config(
-        **description.sizes, use_cpu_initialization=True, init_method=_as_it_is, output_layer_init_method=_as_it_is
+        **description.sizes,
+        **dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers")),  # the layers' own
+        use_cpu_initialization=True,
+        init_method=_as_it_is,
+        output_layer_init_method=_as_it_is,
     )
     arguments = dict(description.arguments)
     if plugin.seq_length is not None and plugin.seq_length > arguments["max_sequence_length"]:
         raise TrainingError(f"seq_length={plugin.seq_length}: the model has positions for {arguments['max_sequence_length']} tokens.")
-    built: nn.Module = GPTModel(config=config, transformer_layer_spec=layer_specification(), **arguments)
+    built: nn.Module = GPTModel(config=config, transformer_layer_spec=layer_specification(plugin), **arguments)
     if description.frequencies is not None:
         built.rotary_pos_emb = RotaryPositions(description.frequencies.detach().clone())
     parameters = dict(built.named_parameters())

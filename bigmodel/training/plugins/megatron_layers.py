@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 __all__ = ["DotProductAttention", "RotaryPositions", "layer_specification", "takes_any_device"]
 
@@ -17,11 +18,20 @@ class DotProductAttention(nn.Module):
         config: the `TransformerConfig`.
         attention_dropout: None: as in the config.
         softmax_scale: None: one over the root of the head's size.
+        recomputes: nothing is kept for the backward but queries, keys and values.
         kwargs: what megatron-core tells its own core attention besides.
     """
 
-    def __init__(self, config: Any, attention_dropout: float | None = None, softmax_scale: float | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        config: Any,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        recomputes: bool = False,
+        **kwargs: Any,
+    ):
         super().__init__()
+        self.recomputes = recomputes
         self.dropout = float(config.attention_dropout if attention_dropout is None else attention_dropout)
         self.softmax_scale = softmax_scale
 
@@ -37,6 +47,11 @@ class DotProductAttention(nn.Module):
 
         Returns [tokens, batch, heads x size of a head].
         """
+        if self.recomputes and torch.is_grad_enabled():
+            return checkpoint(self._attended, query, key, value, attention_mask, use_reentrant=False)
+        return self._attended(query, key, value, attention_mask)
+
+    def _attended(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         found = nn.functional.scaled_dot_product_attention(
             query,
@@ -75,15 +90,35 @@ class RotaryPositions(nn.Module):
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
-def layer_specification() -> Any:
-    """megatron-core's local layer specification, with torch's norms and attention."""
+def layer_specification(plugin: Any) -> Any:
+    """megatron-core's local layer specification, with torch's norms and attention; with `recompute_activations` also its recomputation."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     layer = get_gpt_layer_local_spec()
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = WrappedTorchNorm
-    layer.submodules.self_attention.submodules.core_attention = DotProductAttention
+    recomputes = plugin.recompute_granularity if plugin.recompute_activations else None
+    attention = ModuleSpec(module=DotProductAttention, params={"recomputes": recomputes == "selective"})
+    layer.submodules.self_attention.submodules.core_attention = attention
+    if recomputes == "full":
+        layer.module = _recomputed_layer(plugin.recompute_num_layers if plugin.recompute_method == "block" else None)
     return layer
+
+
+def _recomputed_layer(count: int | None) -> type:
+    """A `TransformerLayer` that keeps its input alone for the backward: the first `count` of a model, or all."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    class RecomputedTransformerLayer(TransformerLayer):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            forward = super().forward
+            if not torch.is_grad_enabled() or (count is not None and self.layer_number > count):
+                return forward(*args, **kwargs)
+            # megatron-core's own recomputation restores the random states of CUDA devices; torch's those of any.
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return RecomputedTransformerLayer
 
 
 def takes_any_device(model: nn.Module) -> bool:

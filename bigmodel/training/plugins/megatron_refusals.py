@@ -17,10 +17,6 @@ FSDP: Final = "A FullyShardedDataParallelPlugin"
 CUDA: Final[dict[str, tuple[Any, str]]] = {
     "pp_degree": (1, f"megatron-core's pipelines send between CUDA devices. Share layers with tp_degree. {FSDP} shards parameters too."),
     "sequence_parallelism": (False, "the norms that take parts of sequences are Transformer Engine's, for CUDA devices. Leave it off."),
-    "recompute_activations": (
-        False,
-        f"megatron-core recomputes with the random states of CUDA devices. {FSDP} with activation_checkpointing=True recomputes anywhere.",
-    ),
     "use_distributed_optimizer": (
         False,
         f"megatron-core's optimizer keeps its parts on CUDA devices. {FSDP} shards the optimizer's state anywhere.",
@@ -75,6 +71,11 @@ def refuse_what_is_not_done(accelerator: Accelerator, plugin: Any) -> None:
         raise TrainingError(
             f"megatron_lm_plugin with mixed_precision={accelerator.mixed_precision!r}: megatron-core's optimizer keeps float32 copies of "
             f"half-precision weights on CUDA devices. Train in float32 (mixed_precision='no'). {FSDP} trains in bf16 anywhere."
+        )
+    if plugin.recompute_activations and plugin.recompute_method == "uniform" and plugin.recompute_num_layers != 1:
+        raise TrainingError(
+            f"megatron_lm_plugin with recompute_num_layers={plugin.recompute_num_layers}: layers are computed again one by one. Use 1, or "
+            "recompute_method='block', whose number is that of the layers that are."
         )
     if plugin.tp_degree > 1 and (plugin.attention_dropout or plugin.hidden_dropout):
         raise TrainingError(
