@@ -40,8 +40,13 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
     kind = type(tensor)
     if kind is torch.Tensor:
         return tensor if tensor.device == device else tensor.to(device, non_blocking=non_blocking)
-    if kind is dict and not skip_keys:  # most batches: every loop over a loader waits for this
-        return {key: send_to_device(value, device, non_blocking) for key, value in tensor.items()}
+    if not skip_keys:  # most batches: every loop over a loader waits for this
+        if kind is dict:
+            return {key: send_to_device(value, device, non_blocking) for key, value in tensor.items()}
+        if kind is list:
+            return [send_to_device(value, device, non_blocking) for value in tensor]
+        if kind is tuple:
+            return tuple([send_to_device(value, device, non_blocking) for value in tensor])
     if hasattr(tensor, "to"):
         try:
             return tensor.to(device, non_blocking=non_blocking)

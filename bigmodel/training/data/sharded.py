@@ -96,6 +96,7 @@ class DataLoaderShard(PreparedLoader):
         counts, reads_here = self._counts, self._reads_here()
         shard = self._shard()
         repeats = {} if shard is None else shard.real_samples
+        random_state = torch.default_generator.get_state
         batches = self._open()
         GradientState()._add_dataloader(self)
         try:
@@ -103,13 +104,16 @@ class DataLoaderShard(PreparedLoader):
             coming: Any = next(batches, END)
             position.finished = coming is END
             while coming is not END:
-                batch, real = coming if counts else (coming, repeats.get(step, 0) if repeats else 0)
+                if counts:
+                    batch, real = coming
+                else:
+                    batch, real = coming, repeats.get(step, 0) if repeats else 0
                 if device is not None:
                     batch = send_to_device(batch, device, non_blocking)
                 if stateful is not None:
                     position.base = stateful.state_dict()
                 if reads_here:
-                    position.ahead = torch.default_generator.get_state()
+                    position.ahead = random_state()
                 coming = next(batches, END)
                 step += 1
                 position.batches = step
