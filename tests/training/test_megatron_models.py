@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from megatron_jobs import TOLERANCE, fresh, gpt2, llama, optimized, prepared, samples
+from megatron_jobs import TOLERANCE, alone, fresh, gpt2, llama, loop, optimized, prepared, samples
 from processes import Processes
 from torch import nn
 from torch.utils.data import DataLoader
@@ -106,7 +108,9 @@ def what_does_not_fit() -> None:
     ):
         with pytest.raises(TrainingError, match=story):
             accelerator().prepare(llama(**changes))
-    with pytest.raises(TrainingError, match=r"Linear: prepare a megatron-core GPTModel, or a transformers model of type llama, gpt2"):
+    with pytest.raises(
+        TrainingError, match=r"Linear: prepare a megatron-core GPTModel, or a transformers model of type llama, mistral, qwen2, gpt2"
+    ):
         accelerator().prepare(nn.Linear(2, 2))
     with pytest.raises(TrainingError, match=r"LlamaModel is no plain causal llama model: it has no prediction of words"):
         accelerator().prepare(llama().model)
@@ -125,6 +129,9 @@ def what_does_not_fit() -> None:
     model.model.adapted = nn.Linear(2, 2)
     with pytest.raises(TrainingError, match=r"no plain causal llama model: of its tensors model.adapted.bias, model"):
         accelerator().prepare(model)
+    fresh()
+    with pytest.raises(TrainingError, match=r"num_micro_batches=3 in the plugin, and gradient_accumulation_steps=2"):
+        Accelerator(cpu=True, gradient_accumulation_steps=2, megatron_lm_plugin=MegatronLMPlugin(num_micro_batches=3))
     ready = accelerator()
     model = ready.prepare(llama())
     with pytest.raises(TrainingError, match=r"sequences of 40 tokens: the model has positions for 32"):
@@ -223,3 +230,55 @@ def test_activations_are_computed_again_with_the_same_numbers(processes: Sizes) 
             losses, kept = [each[0] for each in four], [each[1] for each in four]
             assert losses[1:] == [losses[0]] * 3  # dropout too
             assert kept[3] < kept[2] < kept[0]
+
+
+def another(kind: str) -> Any:
+    """Llama's kin, with numbers in their vectors that are not ones and zeros, which would hide one in the place of another."""
+    import transformers
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model: Any
+    if kind == "qwen2":
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, num_key_value_heads=2, max_position_embeddings=32))
+    elif kind == "mistral":
+        config = transformers.MistralConfig(**sizes, num_key_value_heads=2, sliding_window=None, head_dim=12)
+        model = transformers.MistralForCausalLM(config)
+    elif kind == "tied":
+        model = llama(tie_word_embeddings=True, num_key_value_heads=4)
+    else:
+        scaled = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        model = llama(rope_parameters={**scaled, "original_max_position_embeddings": 16}, max_position_embeddings=128)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape) * 0.1)
+            parameter.requires_grad_(kind != "scaled" or "norm" not in name)
+    return model
+
+
+KINDS = ("qwen2", "mistral", "tied", "scaled")
+
+
+def kin(folder: str) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    found = []
+    for kind in KINDS:
+        accelerator, parts = prepared(2, partial(another, kind))
+        losses = loop(accelerator, parts, 0.5)
+        accelerator.save_model(parts[0], f"{folder}/{kind}")
+        found.append((losses, accelerator.get_state_dict(parts[0])))
+    return found
+
+
+def test_llamas_kin_trains_as_in_plain_torch(processes: Sizes, tmp_path: Path) -> None:
+    (first, *_) = processes(2).run(kin, str(tmp_path), timeout=120)
+    for kind, (losses, state) in zip(KINDS, first, strict=True):
+        expected, weights = alone(partial(another, kind), 0.5)
+        assert losses == pytest.approx(expected, rel=TOLERANCE), kind
+        assert state.keys() == weights.keys(), kind
+        for name, value in weights.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=2e-5, msg=f"{kind} {name}")
+        model = another(kind)
+        model.config.save_pretrained(tmp_path / kind)
+        read = type(model).from_pretrained(tmp_path / kind).state_dict()
+        assert all(torch.equal(read[name], state[name]) for name in state), kind

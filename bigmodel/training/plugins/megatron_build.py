@@ -13,7 +13,7 @@ from ...errors import TrainingError
 from .megatron_layers import RotaryPositions, layer_specification, takes_any_device
 from .megatron_models import Description
 from .megatron_names import Rule
-from .megatron_parts import fill_part, is_part
+from .megatron_parts import is_part, own_part
 
 __all__ = ["build", "check_own", "renewed_parameters"]
 
@@ -21,7 +21,7 @@ __all__ = ["build", "check_own", "renewed_parameters"]
 def build(plugin: Any, description: Description, model: nn.Module, mesh: Any, device: torch.device) -> nn.Module:
     """The `GPTModel` of a description, filled from process 0's `model`, on the host. All processes call it.
 
-    Tensors of `model` are empty afterwards: there is no time at which everything is there twice, and nobody takes old weights for new ones.
+    Each tensor of `model` is empty once it is there: memory holds one tensor twice at most, and nobody takes old weights for new ones.
 
     Args:
         mesh: the one-dimensional mesh of tensor-parallel processes.
@@ -40,6 +40,15 @@ def build(plugin: Any, description: Description, model: nn.Module, mesh: Any, de
             f"{type(model).__name__}: {len(strange)} tensors are not in float32, or have no values (meta): {', '.join(strange[:3])}. "
             "Load the checkpoint with dtype=torch.float32."
         )
+    for rule in description.rules:
+        if len({state[name].requires_grad for name in rule.sources}) > 1:
+            raise TrainingError(
+                f"{', '.join(rule.sources)} are one parameter in megatron-core, {rule.name}, and some of them are frozen: freeze all "
+                "or none."
+            )
+    most = description.arguments["max_sequence_length"]
+    if plugin.seq_length is not None and plugin.seq_length > most:
+        raise TrainingError(f"seq_length={plugin.seq_length}: the model has positions for {most} tokens.")
     # Not `perform_initialization=False`: parameters would not be told how they are split.
     config = plugin.transformer_config(
         **description.sizes,
@@ -48,27 +57,29 @@ def build(plugin: Any, description: Description, model: nn.Module, mesh: Any, de
         init_method=_as_it_is,
         output_layer_init_method=_as_it_is,
     )
-    arguments = dict(description.arguments)
-    if plugin.seq_length is not None and plugin.seq_length > arguments["max_sequence_length"]:
-        raise TrainingError(f"seq_length={plugin.seq_length}: the model has positions for {arguments['max_sequence_length']} tokens.")
-    built: nn.Module = GPTModel(config=config, transformer_layer_spec=layer_specification(plugin), **arguments)
+    with torch.device("meta"):
+        built: nn.Module = GPTModel(config=config, transformer_layer_spec=layer_specification(plugin), **description.arguments)
     if description.frequencies is not None:
         built.rotary_pos_emb = RotaryPositions(description.frequencies.detach().clone())
-    parameters = dict(built.named_parameters())
     for rule in description.rules:
-        sources = [_of_first(state[name], device) for name in rule.sources]
-        fill_part(parameters.pop(rule.name), rule.joined(sources), mesh)
-        trained = {state[name].requires_grad for name in rule.sources}
-        if len(trained) > 1:
-            raise TrainingError(
-                f"{', '.join(rule.sources)} are one parameter in megatron-core, {rule.name}, and some of them are frozen: freeze all "
-                "or none."
-            )
-        built.get_parameter(rule.name).requires_grad_(trained.pop())
+        whole = rule.joined([_of_first(state[name], device) for name in rule.sources])
+        _fill(built, rule.name, whole, state[rule.sources[0]].requires_grad, mesh)
         for name in rule.sources:
             state[name].data = state[name].data.new_empty(0)
-    assert not parameters, sorted(parameters)
+    lacking = [name for name, value in built.named_parameters() if value.is_meta]
+    assert not lacking, lacking
     return built.train(model.training)
+
+
+def _fill(model: nn.Module, name: str, whole: torch.Tensor, requires_grad: bool, mesh: Any) -> None:
+    """Puts a parameter with this process's part of `whole` in the place of one without values."""
+    place, _, last = name.rpartition(".")
+    module = model.get_submodule(place)
+    before = module.get_parameter(last)
+    part = own_part(before, whole, mesh).to("cpu", copy=True, memory_format=torch.contiguous_format)
+    parameter = nn.Parameter(part, requires_grad=requires_grad)
+    parameter.__dict__.update(before.__dict__)  # where megatron-core notes how it is split
+    module.register_parameter(last, parameter)
 
 
 def check_own(model: nn.Module, plugin: Any, mesh: Any) -> None:

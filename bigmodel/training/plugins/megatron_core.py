@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,7 +15,7 @@ from ...errors import MissingPackageError, TrainingError
 if TYPE_CHECKING:
     from .megatron import MegatronLMPlugin
 
-__all__ = ["start_model_parallel", "transformer_config"]
+__all__ = ["require_megatron_core", "start_model_parallel", "transformer_config"]
 
 GROUPS: Final = (
     "tensor_model_parallel_size",
@@ -28,12 +29,19 @@ GROUPS: Final = (
 HINTS: Final = "Training with Megatron-LM needs the package megatron-core (%s): pip install 'bigmodel[megatron]'."
 
 
-def start_model_parallel(plugin: MegatronLMPlugin) -> None:
-    """Divides the processes of the default group into Megatron-LM's groups; see `MegatronLMPlugin.initialize_model_parallel`."""
+def require_megatron_core() -> None:
+    """Raises `MissingPackageError` where megatron-core cannot be imported."""
     try:
-        from megatron.core import parallel_state
+        importlib.import_module("megatron.core")
     except ImportError as error:
         raise MissingPackageError(HINTS % error) from error
+
+
+def start_model_parallel(plugin: MegatronLMPlugin) -> None:
+    """Divides the processes of the default group into Megatron-LM's groups; see `MegatronLMPlugin.initialize_model_parallel`."""
+    require_megatron_core()
+    from megatron.core import parallel_state
+
     if not dist.is_initialized():
         raise TrainingError("Megatron-LM divides a process group: make the Accelerator or PartialState first, in a script under torchrun.")
     sizes = {name: int(plugin.megatron_lm_default_args[name]) for name in GROUPS}
@@ -60,10 +68,9 @@ def start_model_parallel(plugin: MegatronLMPlugin) -> None:
 
 def transformer_config(plugin: MegatronLMPlugin, sizes: dict[str, Any]) -> Any:
     """The `TransformerConfig` of arguments and sizes; see `MegatronLMPlugin.transformer_config`."""
-    try:
-        from megatron.core.transformer.transformer_config import TransformerConfig
-    except ImportError as error:
-        raise MissingPackageError(HINTS % error) from error
+    require_megatron_core()
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
     known = {field.name for field in fields(TransformerConfig)}
     unknown = sorted(set(sizes) - known)
     if unknown:

@@ -67,7 +67,8 @@ class WholeTensors:
 
     def _parts(self, rule: Rule, whole: torch.Tensor, parameter: torch.Tensor) -> Sequence[torch.Tensor]:
         if self._joins and is_part(parameter):  # as one process of megatron-core has it
-            whole = whole.reshape(-1, *whole.shape[2:]) if whole.dim() > parameter.dim() else whole
+            dimension = laid_out(parameter, parameter)[1]
+            whole = whole.flatten(dimension - 1, dimension) if whole.dim() > parameter.dim() else whole
         return [part.contiguous() for part in rule.parts(whole)]
 
     def _without_values(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -121,6 +122,7 @@ def load_parts_of_optimizer(models: Sequence[MegatronModel], optimizer: torch.op
     named = _names(models, optimizer)
     saved = read_plain(folder / file_name(OPTIMIZER_NAME, index, ".bin"), f"optimizer {index}")
     numbers = {name: number for number, (name, _) in named.items()}
+    of_parts = set(saved["parts"])
     there = [name for group in saved["param_groups"] for name in group["params"]]
     if sorted(there) != sorted(numbers):
         strange = sorted(set(there) ^ set(numbers))
@@ -129,7 +131,7 @@ def load_parts_of_optimizer(models: Sequence[MegatronModel], optimizer: torch.op
     for name, values in saved["state"].items():
         parameter = named[numbers[name]][1]
         for key, value in values.items():
-            if f"{name}.{key}" in saved["parts"]:
+            if f"{name}.{key}" in of_parts:
                 values[key] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
                 parts[f"{name}.{key}"] = part_of(parameter, values[key], mesh)
     read_parts({"optimizer": parts}, _present(folder / file_name(FOLDERS["optimizer"], index, "")), True)

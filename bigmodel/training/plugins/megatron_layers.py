@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from .megatron_core import require_megatron_core
+
 __all__ = ["DotProductAttention", "RotaryPositions", "layer_specification", "takes_any_device"]
 
 
@@ -92,6 +94,7 @@ class RotaryPositions(nn.Module):
 
 def layer_specification(plugin: Any) -> Any:
     """megatron-core's local layer specification, with torch's norms and attention; with `recompute_activations` also its recomputation."""
+    require_megatron_core()
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm

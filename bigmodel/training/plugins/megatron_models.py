@@ -83,7 +83,10 @@ def _activation(name: str) -> Callable[..., Any]:
 
 
 def _llama(model: Any, config: Any) -> Description:
-    _refuse(config, attention_bias=False, mlp_bias=False)
+    _refuse(config, attention_bias=False, mlp_bias=False, use_sliding_window=False)
+    if config.model_type == "mistral":
+        _refuse(config, sliding_window=None)
+    has_bias = config.model_type == "qwen2"
     rotary = model.model.rotary_emb
     if rotary.attention_scaling != 1.0 or "dynamic" in rotary.rope_type or rotary.rope_type == "longrope":
         raise TrainingError(
@@ -94,10 +97,12 @@ def _llama(model: Any, config: Any) -> Description:
     rules = [as_it_is("embedding.word_embeddings.weight", "model.embed_tokens.weight")]
     for number in range(config.num_hidden_layers):
         to, source = f"decoder.layers.{number}.", f"model.layers.{number}."
-        heads = tuple(f"{source}self_attn.{one}_proj.weight" for one in "qkv")
+        for last in ("weight", "bias") if has_bias else ("weight",):
+            queries, keys, values = (f"{source}self_attn.{one}_proj.{last}" for one in "qkv")
+            of_group = config.num_attention_heads // groups
+            rules.append(heads_of(f"{to}self_attention.linear_qkv.{last}", (queries, keys, values), groups, of_group))
         rules += [
             as_it_is(f"{to}input_layernorm.weight", f"{source}input_layernorm.weight"),
-            heads_of(f"{to}self_attention.linear_qkv.weight", heads, groups, config.num_attention_heads // groups),  # type: ignore[arg-type]
             as_it_is(f"{to}self_attention.linear_proj.weight", f"{source}self_attn.o_proj.weight"),
             as_it_is(f"{to}pre_mlp_layernorm.weight", f"{source}post_attention_layernorm.weight"),
             stacked(f"{to}mlp.linear_fc1.weight", f"{source}mlp.gate_proj.weight", f"{source}mlp.up_proj.weight"),
@@ -119,6 +124,7 @@ def _llama(model: Any, config: Any) -> Description:
         "gated_linear_unit": True,
         "activation_func": _activation(config.hidden_act),
         "add_bias_linear": False,
+        "add_qkv_bias": has_bias,
     }
     arguments = {
         "vocab_size": config.vocab_size,
@@ -173,6 +179,8 @@ def _gpt2(model: Any, config: Any) -> Description:
 
 FAMILIES: Final[dict[str, tuple[Callable[[Any, Any], Description], str]]] = {
     "llama": (_llama, "model.norm.weight"),
+    "mistral": (_llama, "model.norm.weight"),
+    "qwen2": (_llama, "model.norm.weight"),
     "gpt2": (_gpt2, "transformer.ln_f.weight"),
 }
 """By the `model_type` of a config; a tensor that only the whole causal model has under that name."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["clip_norm", "fill_part", "is_part", "laid_out", "part_of", "whole_of"]
+__all__ = ["clip_norm", "is_part", "laid_out", "own_part", "part_of", "whole_of"]
 
 
 def is_part(parameter: torch.Tensor) -> bool:
@@ -50,15 +50,13 @@ def whole_of(parameter: torch.Tensor, value: torch.Tensor, mesh: Any) -> torch.T
     return part.full_tensor() if is_part(parameter) else part
 
 
-def fill_part(parameter: torch.Tensor, whole: torch.Tensor, mesh: Any) -> None:
-    """Copies this process's part of a whole that is `laid_out` into the parameter."""
-    with torch.no_grad():
-        if not is_part(parameter):
-            parameter.copy_(whole)
-            return
-        view, dimension = laid_out(parameter, parameter)
-        size = view.shape[dimension]
-        view.copy_(whole.narrow(dimension, mesh.get_local_rank() * size, size))
+def own_part(parameter: torch.Tensor, whole: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """This process's part of a whole that is `laid_out`, in the shape of the parameter, which may have no values (meta)."""
+    if not is_part(parameter):
+        return whole
+    view, dimension = laid_out(parameter, parameter)
+    size = view.shape[dimension]
+    return whole.narrow(dimension, mesh.get_local_rank() * size, size).reshape(parameter.shape)
 
 
 def clip_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, mesh: Any) -> torch.Tensor:

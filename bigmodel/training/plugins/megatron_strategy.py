@@ -18,7 +18,7 @@ from ..replicated import averaged, sync_in_backward
 from ..strategy import Strategy
 from .fsdp_files import save_whole_weights
 from .megatron_build import build, check_own, renewed_parameters
-from .megatron_core import start_model_parallel
+from .megatron_core import require_megatron_core, start_model_parallel
 from .megatron_files import (
     WholeTensors,
     load_parts_of_model,
@@ -53,11 +53,12 @@ class MegatronStrategy(Strategy):
         self.plugin = accelerator.state.megatron_lm_plugin
         try:
             refuse_what_is_not_done(accelerator, self.plugin)
-            _agree_on_accumulation(accelerator, self.plugin)
+            require_megatron_core()
             if not dist.is_initialized():
                 backend = dist.get_default_backend_for_device(accelerator.device)
                 dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
             start_model_parallel(self.plugin)
+            _agree_on_accumulation(accelerator, self.plugin)
         except Exception:
             AcceleratorState._reset_state()  # the next Accelerator in a notebook may be another
             raise
