@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,19 @@ import torch
 from ..errors import CheckpointError, CheckpointNotFoundError
 from .location import CheckpointFile
 
-__all__ = ["Entry", "FileIdentity", "Packed", "Scaled", "Sharded", "Turned", "contiguous_strides", "refuse_stream", "span_elements"]
+__all__ = [
+    "Box",
+    "Dequantized",
+    "Entry",
+    "FileIdentity",
+    "Packed",
+    "Scaled",
+    "Sharded",
+    "Turned",
+    "contiguous_strides",
+    "refuse_stream",
+    "span_elements",
+]
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -105,6 +117,30 @@ class Scaled:
     """Elements of each dimension that share a scale."""
 
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""First index and size in each dimension of a part of a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantized:
+    """A tensor that is made box by box of boxes of other entries. A way of packing is a subclass, in a file of its own."""
+
+    told: str
+    """What was taken for what, for messages: "weight_packed as 4-bit integers"."""
+
+    def boxes(self, at_once_bytes: int) -> Iterator[Box]:
+        """Boxes that together make the tensor, each of about `at_once_bytes` as float32."""
+        raise NotImplementedError
+
+    def inputs(self, box: Box) -> tuple[tuple[Entry, Box], ...]:
+        """What a box is made of."""
+        raise NotImplementedError
+
+    def values(self, box: Box, inputs: list[torch.Tensor]) -> torch.Tensor:
+        """A box, float32, of its inputs. Raises `CheckpointError` for inputs that contradict what was taken for granted."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
 class Turned:
     """A tensor that lies in the file with its last two dimensions swapped."""
@@ -126,7 +162,7 @@ class Entry:
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None = None
     """Elements between neighbours in each dimension; None for a contiguous tensor."""
-    contents: Sharded | Packed | Scaled | Turned | None = None
+    contents: Sharded | Packed | Scaled | Turned | Dequantized | None = None
     """What the tensor is made of, where it is not one plain range: `offset` and `strides` mean nothing then."""
 
     @property
@@ -138,3 +174,13 @@ class Entry:
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def whole(self) -> Box:
+        """All of the tensor."""
+        return (0,) * len(self.shape), self.shape
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the bytes are the elements, in order."""
+        return self.contents is None and self.strides is None

@@ -56,8 +56,8 @@ class Match:
     aliases: Mapping[str, str]
     """Other names of the same tensors (ties) → the name under which the transfer stands."""
     location: str
-    available: tuple[str, ...]
-    """Names of all entries, for suggestions."""
+    available: Mapping[str, Entry]
+    """All entries, for suggestions."""
     identities: Mapping[CheckpointFile, FileIdentity]
     """The checkpoint's files as they were when it was opened."""
     extra_states: Mapping[str, ExtraState]
@@ -91,7 +91,7 @@ class Match:
             )
 
     def _missing_story(self) -> str:
-        free = self.unexpected or self.available
+        free = self.unexpected or tuple(self.available)
         lines = []
         for name in self.missing[:NAMES_SHOWN]:
             story = self._packed_story(name)
@@ -103,7 +103,7 @@ class Match:
 
     def _packed_story(self, name: str) -> str:
         packed = packed_form(name, self.available)
-        return "" if packed is None else f" ({packed} is packed in a way that bigmodel does not read: load the unquantized checkpoint)"
+        return "" if packed is None else f" ({packed})"
 
 
 def _some(items: Sequence[str], separator: str = ", ") -> str:
@@ -207,7 +207,7 @@ def match(
         empty_buffers=tuple(empty),
         aliases=aliases,
         location=str(checkpoint.location),
-        available=tuple(entries),
+        available=entries,
         identities=checkpoint.identities,
         extra_states=extra_states,
     )

@@ -7,13 +7,14 @@ the model the matrices stand the other way: `w` is experts × columns × rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import torch
 
 from .entry import Entry, Packed, Scaled, Turned
 
-__all__ = ["BLOCKS_ENDING", "SCALES_ENDING", "joined_mxfp4"]
+__all__ = ["BLOCKS_ENDING", "join_mxfp4"]
 
 BLOCKS_ENDING: Final = "_blocks"
 SCALES_ENDING: Final = "_scales"
@@ -23,10 +24,14 @@ VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5,
 """What the sixteen patterns of four bits stand for (E2M1)."""
 
 
-def joined_mxfp4(blocks: Entry, scales: Entry) -> Entry | None:
-    """The float32 entry that two entries make together; None where they are not such a pair."""
+def join_mxfp4(name: str, entries: Mapping[str, Entry]) -> tuple[Entry, list[str]] | None:
+    """The float32 entry that blocks make with their scales, and the names of both; None where they are not such a pair."""
+    whole = name.removesuffix(BLOCKS_ENDING)
+    blocks, scales = entries.get(whole + BLOCKS_ENDING), entries.get(whole + SCALES_ENDING)
+    if not name.endswith(BLOCKS_ENDING) or blocks is None or scales is None:
+        return None
     exponents: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)
-    plain = all(each.dtype == torch.uint8 and each.contents is None and each.strides is None for each in (blocks, scales))
+    plain = all(each.dtype == torch.uint8 and each.is_plain for each in (blocks, scales))
     if not plain or exponents is None or len(scales.shape) != 3 or blocks.shape != (*scales.shape, BYTES):
         return None
     experts, rows, count = scales.shape
@@ -36,8 +41,8 @@ def joined_mxfp4(blocks: Entry, scales: Entry) -> Entry | None:
     values = Entry(blocks.name, blocks.file, blocks.offset, blocks.nbytes, torch.float32, shape, contents=packed)
     powers = Entry(scales.name, scales.file, scales.offset, scales.nbytes, exponents, scales.shape)
     scaled = Entry(blocks.name, blocks.file, 0, blocks.nbytes, torch.float32, shape, contents=Scaled(values, powers, (1, 1, 2 * BYTES)))
-    name = blocks.name.removesuffix(BLOCKS_ENDING)
-    return Entry(name, blocks.file, 0, blocks.nbytes, torch.float32, (experts, columns, rows), contents=Turned(scaled))
+    made = Entry(whole, blocks.file, 0, blocks.nbytes, torch.float32, (experts, columns, rows), contents=Turned(scaled))
+    return made, [blocks.name, scales.name]
 
 
 def _unpack(rows: torch.Tensor) -> torch.Tensor:

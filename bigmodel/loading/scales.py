@@ -1,24 +1,35 @@
-"""8-bit (and MXFP4) checkpoints in floating models: each weight times its scales, as it is read.
+"""8-bit checkpoints, and others that are packed, in floating models: the values that they stand for, made as they are read.
 
 A weight `w` in 8-bit floats or integers stands beside `w_scale` (compressed-tensors, fbgemm, ModelOpt) or `w_scale_inv` (DeepSeek; in spite
-of its name it is multiplied with, too). A scale belongs to the whole tensor, to a row, or to a block of rows and columns.
+of its name it is multiplied with, too). A scale belongs to the whole tensor, to a row, or to a block of rows and columns. To read another way
+of packing, write a file with a function like those in `JOINS`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from ..protocols import TensorSpec
-from .entry import Entry, Scaled
-from .mxfp4 import BLOCKS_ENDING, SCALES_ENDING, joined_mxfp4
+from .awq import join_awq
+from .entry import Dequantized, Entry, Scaled, Turned
+from .gptq import join_gptq
+from .mxfp4 import BLOCKS_ENDING, join_mxfp4
+from .pack_quantized import join_pack_quantized
 
 __all__ = ["ScaledEntries", "packed_form", "scaled_entries"]
 
+JOINS: Final[tuple[Callable[[str, Mapping[str, Entry]], tuple[Entry, list[str]] | None], ...]] = (
+    join_mxfp4,
+    join_pack_quantized,
+    join_gptq,
+    join_awq,
+)
+"""Each says, for the name of an entry that holds packed values, which entry it makes with others, and the names of all of these."""
 SCALE_ENDINGS: Final = ("_scale_inv", "_scale")
 FURTHER_ENDINGS: Final = ("_zero_point", "_scale_2", "_global_scale", "_g_idx", "_shape")
 """Of companions that mean more than a product: offsets, scales of scales, permuted columns, packed shapes."""
@@ -52,13 +63,13 @@ def scaled_entries(entries: Mapping[str, Entry], targets: Mapping[str, TensorSpe
     joined = dict(entries)
     refused = {}
     for name, entry in entries.items():
-        if name.endswith(BLOCKS_ENDING) and name not in targets and name not in kept:
-            scales = entries.get(name.removesuffix(BLOCKS_ENDING) + SCALES_ENDING)
-            whole = None if scales is None else joined_mxfp4(entry, scales)
-            if scales is not None and whole is not None and whole.name not in entries:
-                joined[whole.name] = whole
-                del joined[name], joined[scales.name]
-                continue
+        packed = None if name in targets or name in kept else next((found for join in JOINS if (found := join(name, entries))), None)
+        if packed is not None and packed[0].name not in entries:
+            whole, names = packed
+            joined[whole.name] = whole
+            for each in names:
+                joined.pop(each, None)
+            continue
         scale = next((entries[name + ending] for ending in SCALE_ENDINGS if name + ending in entries), None)
         if entry.dtype not in WEIGHT_DTYPES or entry.contents is not None or scale is None or scale.name in targets or scale.name in kept:
             continue
@@ -100,14 +111,26 @@ def _blocks(shape: tuple[int, ...], scale: Entry) -> tuple[int, ...] | None:
     return found[0]
 
 
-def packed_form(name: str, available: Collection[str]) -> str | None:
-    """The entry that holds a tensor of the model packed in a way that cannot be unpacked here; None where there is none such.
+def packed_form(name: str, entries: Mapping[str, Entry]) -> str | None:
+    """How a tensor of the model is packed, for messages where it could not be filled; None where nothing speaks of that.
 
-    Known by name: compressed-tensors (int4, NVFP4), MXFP4 that is not gpt-oss's, ModelOpt's NVFP4, GPTQ and AWQ.
+    Known by name: compressed-tensors, MXFP4 that is not gpt-oss's, NVFP4, GPTQ and AWQ.
     """
-    if f"{name}_scale_2" in available:
-        return name
-    found = [f"{name}_packed", f"{name}{BLOCKS_ENDING}"]
-    if name.endswith("weight"):
-        found.append(f"{name.removesuffix('weight')}qweight")
-    return next((each for each in found if each in available), None)
+    entry = entries.get(name)
+    made = entry.contents.entry.contents if entry is not None and isinstance(entry.contents, Turned) else entry and entry.contents
+    if isinstance(made, Dequantized):
+        return f"{made.told}, which would be of this shape"
+    layer = name.removesuffix("weight")
+    kinds = {
+        f"{name}_scale_2": (name, "NVFP4 of ModelOpt"),
+        f"{name}_global_scale": (name if entry is not None else f"{name}_packed", "NVFP4"),
+        f"{name}_packed": (f"{name}_packed", "another format of compressed-tensors than 4-bit integers"),
+        f"{name}{BLOCKS_ENDING}": (f"{name}{BLOCKS_ENDING}", "MXFP4 in an order of its own"),
+        f"{layer}qweight": (f"{layer}qweight", "GPTQ or AWQ of a kind of its own"),
+    }
+    found = next((kind for companion, kind in kinds.items() if companion in entries), None)
+    if found is None and entry is not None and "float4" in str(entry.dtype):
+        found = name, "pairs of 4-bit floats, as NVFP4"
+    if found is None:
+        return None
+    return f"{found[0]} is packed in a way that bigmodel does not read, {found[1]}: load the unquantized checkpoint"

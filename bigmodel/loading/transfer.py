@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from ..errors import MatchError
-from .entry import Entry, Packed, Scaled, Sharded, Turned, contiguous_strides
+from .entry import Dequantized, Entry, Packed, Scaled, Sharded, Turned, contiguous_strides
 from .keys import Computed, Concatenate, Slice, Source, Stack, Transpose, Whole
 
 __all__ = ["Computation", "Piece", "Transfer", "lower"]
@@ -196,6 +196,12 @@ def _pieces(entry: Entry) -> Iterator[Piece]:
         yield from _unpacked(entry, entry.contents)
     elif isinstance(entry.contents, Scaled):
         yield from _scaled(entry, entry.contents)
+    elif isinstance(entry.contents, Dequantized):
+        for box in entry.contents.boxes(UNPACKED_BYTES):
+            start, shape = box
+            inputs = tuple(_clipped(part, *within) for part, within in entry.contents.inputs(box))
+            made = Computation(inputs, partial(entry.contents.values, box), shape, entry.dtype)
+            yield Piece(made, start, shape, 0, contiguous_strides(shape))
     elif isinstance(entry.contents, Turned):
         order = [*range(len(entry.shape) - 2), len(entry.shape) - 1, len(entry.shape) - 2]
         for piece in _pieces(entry.contents.entry):

@@ -69,7 +69,7 @@ def test_the_values_are_those_of_transformers(shipped: tuple[Path, dict[str, tor
     [
         {"quant_method": "compressed-tensors", "format": "pack-quantized"},
         {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
-        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "gptq", "bits": 3},
         {"quant_method": "mxfp4"},
     ],
     ids=lambda method: "-".join(map(str, method.values())),

@@ -418,7 +418,9 @@ def test_leftovers_are_a_warning_or_an_error(tmp_path, checkpoint_folder, caplog
     ("change", "match"),
     [
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, "fp8"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "gptq"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}}, "gptq"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemv"}}, "awq"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
     ],
 )

@@ -184,10 +184,10 @@ def plain(name: str, shape: tuple[int, ...]) -> nn.Module:
 @pytest.mark.parametrize(
     ("state", "packed"),
     [
-        (  # compressed-tensors, int4
+        (  # compressed-tensors, with scales of another kind
             {
                 "layer.weight_packed": torch.zeros(12, 8, dtype=torch.int32),
-                "layer.weight_scale": scales((12, 2)),
+                "layer.weight_scale": scales((12,)),
                 "layer.weight_shape": torch.tensor([12, 64]),
             },
             "layer.weight_packed",
@@ -205,6 +205,18 @@ def plain(name: str, shape: tuple[int, ...]) -> nn.Module:
                 "layer.weight": torch.zeros(12, 32, dtype=torch.uint8),
                 "layer.weight_scale": quantized((12, 4)),
                 "layer.weight_scale_2": scales(()),
+            },
+            "layer.weight",
+        ),
+        (  # NVFP4 in pairs
+            {"layer.weight": torch.zeros(12, 32, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "layer.weight_scale": quantized((12, 4))},
+            "layer.weight",
+        ),
+        (
+            {
+                "layer.weight": torch.zeros(12, 32, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+                "layer.weight_scale": quantized((12, 4)),
+                "layer.weight_global_scale": scales((1,)),
             },
             "layer.weight",
         ),

@@ -1,0 +1,108 @@
+"""4-bit integers as compressed-tensors packs them ("pack-quantized"), as the floats that they stand for.
+
+`w_packed` (int32, rows × columns / 8) holds eight values an element, the lowest bits first, each plus 8; `w_scale` (rows × groups) belongs to
+equal groups of columns, or to those that `w_g_idx` (columns) says; `w_zero_point` (int32, rows / 8 × groups, packed along the rows; in older
+files int8, rows × groups) is taken off before. `w_shape` repeats the shape.
+
+Source: https://github.com/vllm-project/compressed-tensors, compressors/pack_quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from ..errors import CheckpointError
+from .bit_fields import NIBBLES, split_words
+from .entry import Box, Dequantized, Entry
+
+__all__ = ["join_pack_quantized"]
+
+ENDING: Final = "_packed"
+OFFSET: Final = 8
+"""What is added to the integers (-8 to 7) so that none is negative."""
+SCALES: Final = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def join_pack_quantized(name: str, entries: Mapping[str, Entry]) -> tuple[Entry, list[str]] | None:
+    """The float32 entry that a packed one makes with its companions, and the names of all; None where they are not of this kind.
+
+    The shape is told by the tensors' own, for 4 bits. Whether it is right is seen when `w_shape` is read.
+    """
+    weight = name.removesuffix(ENDING)
+    packed, scale, shape = (entries.get(weight + ending) for ending in (ENDING, "_scale", "_shape"))
+    zeros, groups = entries.get(f"{weight}_zero_point"), entries.get(f"{weight}_g_idx")
+    if not name.endswith(ENDING) or packed is None or scale is None or shape is None or f"{weight}_global_scale" in entries:
+        return None
+    parts = [part for part in (packed, scale, shape, zeros, groups) if part is not None]
+    if not all(part.is_plain for part in parts) or packed.dtype != torch.int32 or len(packed.shape) != 2 or shape.shape != (2,):
+        return None
+    rows, columns = packed.shape[0], packed.shape[1] * NIBBLES
+    if scale.dtype not in SCALES or len(scale.shape) != 2 or scale.shape[0] != rows or not scale.shape[1] or columns % scale.shape[1]:
+        return None
+    if zeros is not None and (zeros.dtype, zeros.shape) not in (
+        (torch.int32, (-(-rows // NIBBLES), scale.shape[1])),
+        (torch.int8, scale.shape),
+    ):
+        return None
+    if groups is not None and (groups.shape != (columns,) or groups.dtype != torch.int32):
+        return None
+    made = _PackQuantized(f"{name} as 4-bit integers", packed, scale, shape, zeros, groups)
+    whole = Entry(weight, packed.file, 0, packed.nbytes, torch.float32, (rows, columns), contents=made)
+    return whole, [part.name for part in parts]
+
+
+@dataclass(frozen=True, slots=True)
+class _PackQuantized(Dequantized):
+    packed: Entry
+    scale: Entry
+    shape: Entry
+    zeros: Entry | None
+    groups: Entry | None
+
+    def boxes(self, at_once_bytes: int) -> Iterator[Box]:
+        """Rows, as many as share the bytes of zero points."""
+        rows, columns = self.packed.shape[0], self.packed.shape[1] * NIBBLES
+        together = max(1, at_once_bytes // max(1, columns * 4 * NIBBLES)) * NIBBLES
+        for first in range(0, rows, together):
+            yield (first, 0), (min(together, rows - first), columns)
+
+    def inputs(self, box: Box) -> tuple[tuple[Entry, Box], ...]:
+        """Packed rows, their scales, the shape, and zero points and groups where there are any."""
+        (first, _), (count, _) = box
+        rows = [(self.packed, count, first), (self.scale, count, first)]
+        found = [(entry, ((start, 0), (length, entry.shape[1]))) for entry, length, start in rows]
+        found.append((self.shape, self.shape.whole))
+        if self.zeros is not None:
+            step = NIBBLES if self.zeros.dtype == torch.int32 else 1
+            found.append((self.zeros, ((first // step, 0), (-(-count // step), self.zeros.shape[1]))))
+        if self.groups is not None:
+            found.append((self.groups, self.groups.whole))
+        return tuple(found)
+
+    def values(self, box: Box, inputs: list[torch.Tensor]) -> torch.Tensor:
+        """(integer - zero point) × scale. Raises `CheckpointError` where the shape is not that of 4-bit integers."""
+        packed, scale, shape, *others = inputs
+        expected = [self.packed.shape[0], self.packed.shape[1] * NIBBLES]
+        if shape.tolist() != expected:
+            raise CheckpointError(
+                f"{self.shape.file}: {self.shape.name!r} is {shape.tolist()}; with {self.packed.name} of shape {list(self.packed.shape)} "
+                f"4-bit integers would be {expected}, and others are not read. Load the unquantized checkpoint."
+            )
+        count = packed.shape[0]
+        values = split_words(packed, 4).to(torch.float32)
+        zeros = torch.full((1, 1), OFFSET, dtype=torch.float32)
+        if self.zeros is not None:
+            read = others.pop(0)
+            is_packed = read.dtype == torch.int32
+            zeros = (split_words(read.T, 4).T[:count] if is_packed else read + OFFSET).to(torch.float32)
+        scale = scale.to(torch.float32)
+        if others and (others[0] >= 0).all():  # where columns were not reordered, all are -1
+            index = others[0].long()
+            return values.sub_(zeros if zeros.shape[1] == 1 else zeros[:, index]).mul_(scale[:, index])
+        grouped = values.view(count, scale.shape[1], -1)
+        grouped.sub_(zeros[..., None]).mul_(scale[..., None])
+        return values
