@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
+import torch.distributed as dist
 from tqdm import tqdm
 
 from .settings import environment_flag
@@ -18,11 +19,17 @@ ProgressCallback = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 
 
+def _is_main_process() -> bool:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
+
+
 class Progress:
     """A progress bar in bytes (or in steps, where `unit` names them), safe to be advanced from several threads.
 
-    `total_bytes`, `done_bytes` and `advance` count steps then. `show=None` shows it on an interactive terminal, on the main process (`RANK`
-    unset or 0), unless `BIGMODEL_QUIET=1`. `callback(done_bytes, total_bytes)` is called at every step whether or not the bar is shown.
+    `total_bytes`, `done_bytes` and `advance` count steps then. `show=None` shows it on an interactive terminal, unless `BIGMODEL_QUIET=1`; no
+    process but the main one (rank 0 of torch's process group, else of `RANK`) ever shows it. `callback(done_bytes, total_bytes)` is called at every step whether or not the bar is shown.
     """
 
     def __init__(
@@ -46,7 +53,7 @@ class Progress:
             unit=unit,
             unit_scale=unit == "B",
             unit_divisor=1024,
-            disable=not show or os.environ.get("RANK", "0") != "0",
+            disable=not (show and _is_main_process()),
         )
 
     def advance(self, nbytes: int) -> None:

@@ -15,8 +15,8 @@ from typing import Final
 
 import torch
 
-from .bit_fields import NIBBLES, split_words
-from .entry import Box, Dequantized, Entry, Turned
+from .bit_fields import NIBBLES, columns_at_once, dequantized
+from .entry import Box, Dequantized, Entry
 
 __all__ = ["join_awq"]
 
@@ -42,46 +42,44 @@ def join_awq(name: str, entries: Mapping[str, Entry]) -> tuple[Entry, list[str]]
     if {packed.dtype, zeros.dtype} != {torch.int32} or scales.dtype not in SCALES or not fits or not groups or inputs % groups:
         return None
     made = _Awq(f"{name} as AWQ's 4-bit integers", packed, scales, zeros)
-    lying = Entry(name, packed.file, 0, packed.nbytes, torch.float32, (inputs, outputs), contents=made)
-    whole = Entry(f"{prefix}weight", packed.file, 0, packed.nbytes, torch.float32, (outputs, inputs), contents=Turned(lying))
+    whole = Entry(f"{prefix}weight", packed.file, 0, packed.nbytes, torch.float32, (outputs, inputs), contents=made)
     return whole, [part.name for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
 class _Awq(Dequantized):
-    """The matrix as it lies in the file: (inputs, outputs)."""
-
     packed: Entry
     scales: Entry
     zeros: Entry
 
     def boxes(self, at_once_bytes: int) -> Iterator[Box]:
-        """Inputs of whole groups, or of one."""
+        """Inputs of all outputs: whole groups, or a part of one."""
         inputs, outputs = self.packed.shape[0], self.packed.shape[1] * NIBBLES
         group = inputs // self.scales.shape[0]
-        at_once = max(1, at_once_bytes // max(1, outputs * 4))
-        # Parts of a group have the same scales, so one that does not fit is cut; but no part reaches into the next one.
-        step = at_once // group * group or next(size for size in range(min(at_once, group), 0, -1) if group % size == 0)
-        for first in range(0, inputs, step):
-            yield (first, 0), (min(step, inputs - first), outputs)
+        together = columns_at_once(at_once_bytes, outputs, group, 1)
+        for start in range(0, inputs, max(group, together)):
+            for first in range(start, min(start + max(group, together), inputs), together):
+                yield (0, first), (outputs, min(together, start + max(group, together) - first, inputs - first))
 
     def inputs(self, box: Box) -> tuple[tuple[Entry, Box], ...]:
         """Packed inputs, and the scales and zeros of their groups."""
-        (first, _), (count, outputs) = box
-        group = self.packed.shape[0] // self.scales.shape[0]
-        groups = (first // group, 0), ((first + count - 1) // group + 1 - first // group, outputs)
-        words = groups[0], (groups[1][0], outputs // NIBBLES)
-        return (self.packed, ((first, 0), (count, outputs // NIBBLES))), (self.scales, groups), (self.zeros, words)
+        (_, first), (outputs, count) = box
+        group, words = self.packed.shape[0] // self.scales.shape[0], outputs // NIBBLES
+        start, groups = first // group, (first + count - 1) // group + 1 - first // group
+        return (
+            (self.packed, ((first, 0), (count, words))),
+            (self.scales, ((start, 0), (groups, outputs))),
+            (self.zeros, ((start, 0), (groups, words))),
+        )
 
     def values(self, box: Box, inputs: list[torch.Tensor]) -> torch.Tensor:
         """(integer - zero) × scale."""
         packed, scales, zeros = inputs
-        values = _in_order(packed).to(torch.float32)
-        grouped = values.view(len(scales), -1, values.shape[1])
-        grouped.sub_(_in_order(zeros)[:, None]).mul_(scales[:, None])
-        return values
+        return dequantized(_in_order(packed), _in_order(zeros), scales.T)
 
 
 def _in_order(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 (rows, outputs) of int32 (rows, outputs / 8)."""
-    return split_words(packed, 4).view(len(packed), -1, NIBBLES)[:, :, PLACES].flatten(1)
+    """int32 (inputs, outputs / 8) → uint8 (outputs, inputs)."""
+    inputs, words = packed.shape
+    parts = packed.T.flatten().view(torch.uint8).view(words, inputs, 4)
+    return torch.stack([parts[..., place // 2] >> 4 * (place % 2) & 15 for place in PLACES], 1).flatten(0, 1)

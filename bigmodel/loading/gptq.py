@@ -21,8 +21,8 @@ from typing import Final
 import torch
 
 from ..errors import CheckpointError
-from .bit_fields import split_words
-from .entry import Box, Dequantized, Entry, Turned
+from .bit_fields import columns_at_once, dequantized, split_words
+from .entry import Box, Dequantized, Entry
 from .location import CheckpointFile
 
 __all__ = ["join_gptq"]
@@ -33,7 +33,7 @@ STORED_LESS: Final = {"gptq": 1, "gptq_v2": 0}
 CONFIGS: Final = ("quantize_config.json", "config.json")
 SCALES: Final = (torch.float16, torch.bfloat16, torch.float32)
 MAX_CONFIG_BYTES: Final = 1 << 22
-AT_ONCE: Final = 4
+AT_ONCE: Final = 2
 """Boxes are larger than others', since all scales are read for each."""
 
 
@@ -58,8 +58,7 @@ def join_gptq(name: str, entries: Mapping[str, Entry]) -> tuple[Entry, list[str]
     if known is not None and known not in STORED_LESS:
         return None
     made = _Gptq(f"{name} as {bits}-bit integers", packed, scales, zeros, groups, bits, None if known is None else STORED_LESS[known])
-    lying = Entry(name, packed.file, 0, packed.nbytes, torch.float32, (inputs, outputs), contents=made)
-    whole = Entry(f"{prefix}weight", packed.file, 0, packed.nbytes, torch.float32, (outputs, inputs), contents=Turned(lying))
+    whole = Entry(f"{prefix}weight", packed.file, 0, packed.nbytes, torch.float32, (outputs, inputs), contents=made)
     return whole, [part.name for part in parts]
 
 
@@ -80,8 +79,6 @@ def _checkpoint_format(file: CheckpointFile) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Gptq(Dequantized):
-    """The matrix as it lies in the file: (inputs, outputs)."""
-
     packed: Entry
     scales: Entry
     zeros: Entry
@@ -91,16 +88,15 @@ class _Gptq(Dequantized):
     """What was taken off the zeros; None where that is not known."""
 
     def boxes(self, at_once_bytes: int) -> Iterator[Box]:
-        """Inputs, as many as share words."""
+        """Inputs of all outputs: as many as share words, and groups where these are neighbours."""
         (inputs,), (_, outputs) = self.groups.shape, self.packed.shape
-        step = 32 // self.bits
-        together = max(1, AT_ONCE * at_once_bytes // max(1, outputs * 4 * step)) * step
+        together = columns_at_once(AT_ONCE * at_once_bytes, outputs, inputs // self.scales.shape[0], 32 // self.bits)
         for first in range(0, inputs, together):
-            yield (first, 0), (min(together, inputs - first), outputs)
+            yield (0, first), (outputs, min(together, inputs - first))
 
     def inputs(self, box: Box) -> tuple[tuple[Entry, Box], ...]:
         """Packed inputs and their groups, and all scales and zeros."""
-        (first, _), (count, outputs) = box
+        (_, first), (outputs, count) = box
         step = 32 // self.bits
         words = (self.packed, ((first // step, 0), (count // step, outputs)))
         return words, (self.groups, ((first,), (count,))), (self.scales, self.scales.whole), (self.zeros, self.zeros.whole)
@@ -108,15 +104,13 @@ class _Gptq(Dequantized):
     def values(self, box: Box, inputs: list[torch.Tensor]) -> torch.Tensor:
         """(integer - zero) × scale. Raises `CheckpointError` for groups that there are not, and for zeros that may mean two things."""
         packed, groups, scales, read = inputs
-        count = len(scales)
-        if not ((groups >= -count) & (groups < count)).all():
-            raise CheckpointError(f"{self.groups.file}: {self.groups.name!r}: damaged: names groups beyond the {count} that have scales.")
-        step = 32 // self.bits
-        words, outputs = packed.shape
-        values = split_words(packed.unsqueeze(-1), self.bits).transpose(1, 2).reshape(words * step, outputs).to(torch.float32)
-        zeros = self._zeros(split_words(read, self.bits))
-        index = groups.long()
-        return values.sub_(zeros[index]).mul_(scales[index])
+        if not ((groups >= 0) & (groups < len(scales))).all():
+            raise CheckpointError(
+                f"{self.groups.file}: {self.groups.name!r}: damaged: names groups beyond the {len(scales)} that have scales."
+            )
+        # Turned while they are small.
+        integers = split_words(packed.T.contiguous(), self.bits)
+        return dequantized(integers, self._zeros(split_words(read, self.bits)).T, scales.T, groups.long())
 
     def _zeros(self, stored: torch.Tensor) -> torch.Tensor:
         middle = 1 << (self.bits - 1)

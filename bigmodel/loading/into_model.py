@@ -31,7 +31,8 @@ from .keys import KeyRules
 from .location import CheckpointFile, RemoteFile
 from .match import DtypeOf, Match, match
 from .materialize import materialize, placements
-from .offload_folder import load_offloaded_weight
+from .host_memory import empty_host_tensor
+from .offload_folder import load_offloaded_weight, offload_weight
 from .reader import Reader
 from .report import LoadReport
 from .set_tensor import set_module_tensor_to_device
@@ -116,7 +117,8 @@ def load_checkpoint_in_model(
 
     Args:
         device_map: module name → device. None fills tensors where they are, and on CPU those on meta. What is mapped to "disk" becomes a
-            meta tensor, and `offload_folder` gets an `index.json` that points into the checkpoint: nothing of it is copied.
+            meta tensor, and `offload_folder` gets an `index.json` that points into the checkpoint: nothing of it is copied but what is
+            made of several tensors there (weights with their scales), which is written once, as it is wanted.
         offload_folder: needed with "disk". It is refused when it belongs to another model.
         dtype: of floating tensors; by default each keeps the model's own.
         offload_state_dict: accepted for old scripts; memory stays flat without it.
@@ -157,30 +159,52 @@ def load_checkpoint_in_model(
     check_owner(offload_folder, model, source)
     found = match(model, opened, dtype_of=dtype_rule(dtype, keep_in_fp32_modules))
     found.check(strict=strict)
-    index = _offload_index(opened, found, placements(model, found, devices, offload_buffers=offload_buffers))
-    with _restorable_folder(Path(offload_folder)):
+    keys = placements(model, found, devices, offload_buffers=offload_buffers)
+    every = {name: [name, *(alias for alias, first in found.aliases.items() if first == name)] for name in found.transfers}
+    made = {name: names for name, names in every.items() if keys[name] == "disk" and _is_made(names, opened, found)}
+    index = _offload_index(opened, found, keys, made)
+    with _restorable_folder(Path(offload_folder), [f"{name}.dat" for names in made.values() for name in names]):
         write_owner(offload_folder, model, source)
+        _write_made(found, made, Path(offload_folder))
         write_atomically(Path(offload_folder) / OFFLOAD_INDEX_NAME, json.dumps(index, indent=2).encode())
         materialize(model, found, devices, offload_buffers=offload_buffers, mmap=mmap, reading=reading)
     _report_unexpected(model, found)
 
 
-def _offload_index(opened: Checkpoint, found: Match, keys: Mapping[str, DeviceKey]) -> dict[str, dict[str, Any]]:
-    """An offload index whose entries point into the checkpoint, for all names of the tensors that stay there."""
+def _is_made(names: Collection[str], opened: Checkpoint, found: Match) -> bool:
+    """Whether the tensor of these names is made of several entries of the checkpoint, so that no index can point at it."""
+    entry = next((each for each in names if each in found.available), None)
+    return entry is not None and opened.entries.get(entry) is not found.available[entry]
+
+
+def _write_made(found: Match, made: Mapping[str, Collection[str]], folder: Path) -> None:
+    """Writes tensors as they are wanted, one at a time, as raw files of an offload folder under each of their names."""
+    reader = Reader(found.identities)
+    try:
+        for first, names in made.items():
+            transfer = found.transfers[first]
+            value = empty_host_tensor(transfer.shape, transfer.dtype)
+            reader.read([(transfer, value)])
+            for name in names:
+                offload_weight(value, name, folder)
+    finally:
+        reader.close()
+
+
+def _offload_index(opened: Checkpoint, found: Match, keys: Mapping[str, DeviceKey], made: Collection[str]) -> dict[str, dict[str, Any]]:
+    """An offload index whose entries point into the checkpoint, or name raw files (`made`), for all names of the tensors on disk."""
     index: dict[str, dict[str, Any]] = {}
     source = _address(opened.location)
     for name, transfer in found.transfers.items():
         if keys[name] != "disk":
             continue
+        index[name] = {"dtype": str(transfer.dtype).removeprefix("torch."), "shape": list(transfer.shape)}
+        if name in made:
+            continue
         # Without key rules a tensor is filled from one entry, which may be its tie's and may lie in parts of the same name.
         entry = opened.entries[next((part.name for part in transfer.entries()), name)]
         kind = "safetensors_file" if entry.file.suffix == ".safetensors" else "torch_file"
-        index[name] = {
-            kind: source if isinstance(entry.contents, Sharded) else _address(entry.file),
-            "weight_name": entry.name,
-            "dtype": str(transfer.dtype).removeprefix("torch."),
-            "shape": list(transfer.shape),
-        }
+        index[name] |= {kind: source if isinstance(entry.contents, Sharded) else _address(entry.file), "weight_name": entry.name}
     return index | {alias: index[first] for alias, first in found.aliases.items() if first in index}
 
 
@@ -192,10 +216,10 @@ def _address(file: CheckpointFile | str) -> str:
 
 
 @contextlib.contextmanager
-def _restorable_folder(folder: Path) -> Iterator[None]:
-    """Makes the folder; after an error it is gone again, or its index and note are what they were."""
+def _restorable_folder(folder: Path, written: Collection[str]) -> Iterator[None]:
+    """Makes the folder; after an error it is gone again, or its index and note are what they were, and new files `written` are gone."""
     names = (OFFLOAD_INDEX_NAME, OWNER_NAME)
-    with folder_to_write(folder, names):
+    with folder_to_write(folder, (*names, *written)):
         before = {folder / name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
         try:
             yield

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from ..errors import CheckpointError
-from .bit_fields import NIBBLES, split_words
+from .bit_fields import NIBBLES, dequantized, split_words
 from .entry import Box, Dequantized, Entry
 
 __all__ = ["join_pack_quantized"]
@@ -92,17 +92,10 @@ class _PackQuantized(Dequantized):
                 f"{self.shape.file}: {self.shape.name!r} is {shape.tolist()}; with {self.packed.name} of shape {list(self.packed.shape)} "
                 f"4-bit integers would be {expected}, and others are not read. Load the unquantized checkpoint."
             )
-        count = packed.shape[0]
-        values = split_words(packed, 4).to(torch.float32)
-        zeros = torch.full((1, 1), OFFSET, dtype=torch.float32)
+        zeros = torch.full_like(scale, OFFSET)
         if self.zeros is not None:
             read = others.pop(0)
-            is_packed = read.dtype == torch.int32
-            zeros = (split_words(read.T, 4).T[:count] if is_packed else read + OFFSET).to(torch.float32)
-        scale = scale.to(torch.float32)
-        if others and (others[0] >= 0).all():  # where columns were not reordered, all are -1
-            index = others[0].long()
-            return values.sub_(zeros if zeros.shape[1] == 1 else zeros[:, index]).mul_(scale[:, index])
-        grouped = values.view(count, scale.shape[1], -1)
-        grouped.sub_(zeros[..., None]).mul_(scale[..., None])
-        return values
+            zeros = split_words(read.T, 4).T[: len(packed)] if read.dtype == torch.int32 else read + OFFSET
+        # Where columns were not reordered, all groups are -1.
+        group_of = others[0].long() if others and (others[0] >= 0).all() else None
+        return dequantized(split_words(packed, 4), zeros, scale, group_of)

@@ -16,7 +16,7 @@ import torch
 
 from ..protocols import TensorSpec
 from .awq import join_awq
-from .entry import Dequantized, Entry, Scaled, Turned
+from .entry import Dequantized, Entry, Scaled
 from .gptq import join_gptq
 from .mxfp4 import BLOCKS_ENDING, join_mxfp4
 from .pack_quantized import join_pack_quantized
@@ -117,9 +117,8 @@ def packed_form(name: str, entries: Mapping[str, Entry]) -> str | None:
     Known by name: compressed-tensors, MXFP4 that is not gpt-oss's, NVFP4, GPTQ and AWQ.
     """
     entry = entries.get(name)
-    made = entry.contents.entry.contents if entry is not None and isinstance(entry.contents, Turned) else entry and entry.contents
-    if isinstance(made, Dequantized):
-        return f"{made.told}, which would be of this shape"
+    if entry is not None and isinstance(entry.contents, Dequantized):
+        return f"{entry.contents.told}, which would be of this shape"
     layer = name.removesuffix("weight")
     kinds = {
         f"{name}_scale_2": (name, "NVFP4 of ModelOpt"),

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from bigmodel.errors import MatchError
-from bigmodel.loading import Checkpoint, Renamed, load, match, transfer
+from bigmodel.errors import CheckpointError, MatchError
+from bigmodel.loading import Checkpoint, OffloadedWeightsLoader, Renamed, into_model, load, load_checkpoint_in_model, match, transfer
 from bigmodel.loading.keys import Concatenate, Source, Stack, Whole
 
 FP8 = torch.float8_e4m3fn
@@ -237,3 +237,36 @@ def test_weights_packed_in_other_ways_are_refused_by_name(tmp_path: Path, state:
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(MatchError, match=rf"layer\.weight.*\({packed} is packed in a way that bigmodel does not read"):
         load(plain("weight", (12, 64)), Checkpoint.open(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_offload_folder_gets_the_values_and_not_their_parts(tmp_path: Path, dtype: torch.dtype) -> None:
+    values, scale = quantized((12, 64)), scales((12, 1))
+    save_file({"layer.weight": values, "layer.weight_scale": scale, "layer.bias": torch.ones(12)}, tmp_path / "model.safetensors")
+    model = nn.ModuleDict({"layer": nn.Linear(64, 12, device="meta", dtype=dtype)})
+    tied = nn.ModuleDict({"layer": nn.Linear(64, 12, device="meta", dtype=dtype), "other": nn.Linear(64, 12, bias=False)})
+    tied["other"].weight = tied["layer"].weight
+    expected = (values.float() * scale).to(dtype)
+    for number, each in enumerate((model, tied)):
+        folder = tmp_path / f"offloaded {number}"
+        load_checkpoint_in_model(each, tmp_path, {"": "disk"}, offload_folder=folder)
+        found = OffloadedWeightsLoader(save_folder=folder)
+        assert all(torch.equal(found[name], expected) for name in dict(each.named_parameters(remove_duplicate=False)) if "weight" in name)
+        assert torch.equal(found["layer.bias"], torch.ones(12, dtype=dtype))
+        assert {file.name for file in folder.glob("*.dat")} == {f"{name}.weight.dat" for name in each}
+    with pytest.raises(CheckpointError, match="changed"):
+        save_changed(tmp_path, nn.ModuleDict({"layer": nn.Linear(64, 12, device="meta", dtype=dtype)}))
+    assert not (tmp_path / "new").exists()
+
+
+def save_changed(folder: Path, model: nn.Module) -> None:
+    """A load whose file changes between the match and the reading."""
+    original = into_model.placements
+
+    def placements(*arguments: object, **named: object) -> object:
+        (folder / "model.safetensors").touch()
+        return original(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(into_model, "placements", placements)
+        load_checkpoint_in_model(model, folder, {"": "disk"}, offload_folder=folder / "new")
