@@ -28,8 +28,9 @@ def _is_main_process() -> bool:
 class Progress:
     """A progress bar in bytes (or in steps, where `unit` names them), safe to be advanced from several threads.
 
-    `total_bytes`, `done_bytes` and `advance` count steps then. `show=None` shows it on an interactive terminal, unless `BIGMODEL_QUIET=1`; no
-    process but the main one (rank 0 of torch's process group, else of `RANK`) ever shows it. `callback(done_bytes, total_bytes)` is called at every step whether or not the bar is shown.
+    `total_bytes`, `done_bytes` and `advance` count steps then. `show=None` shows it on an interactive terminal, unless `BIGMODEL_QUIET=1`;
+    no process but the main one (rank 0 of torch's process group, else of `RANK`) ever shows it. `callback(done_bytes, total_bytes)` is
+    called at every step whether or not the bar is shown.
     """
 
     def __init__(

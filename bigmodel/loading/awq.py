@@ -1,8 +1,8 @@
 """4-bit integers as AWQ's tools pack them ("gemm"), as the floats that they stand for.
 
-Matrices lie the other way than in the model. `qweight` (int32, inputs × outputs / 8) holds eight neighbouring outputs an element, of which the
-even ones come first; so does `qzeros` (int32, groups × outputs / 8). `scales` (groups × outputs) and zeros belong to equal groups of inputs. A
-weight is (integer - zero) × scale.
+Matrices lie the other way than in the model. `qweight` (int32, inputs × outputs / 8) holds eight neighbouring outputs an element, of which
+the even ones come first; so does `qzeros` (int32, groups × outputs / 8). `scales` (groups × outputs) and zeros belong to equal groups of
+inputs. A weight is (integer - zero) × scale.
 
 Source: https://github.com/casper-hansen/AutoAWQ, modules/linear/gemm.py and utils/packing_utils.py.
 """

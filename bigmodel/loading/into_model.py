@@ -27,11 +27,11 @@ from .entry import Sharded
 from .exchange import exchange, several_processes
 from .extra_state import ExtraStates, set_extra_states
 from .folder_owner import OWNER_NAME, check_owner, write_owner
+from .host_memory import empty_host_tensor
 from .keys import KeyRules
 from .location import CheckpointFile, RemoteFile
 from .match import DtypeOf, Match, match
 from .materialize import materialize, placements
-from .host_memory import empty_host_tensor
 from .offload_folder import load_offloaded_weight, offload_weight
 from .reader import Reader
 from .report import LoadReport

@@ -1,8 +1,8 @@
 """4-bit integers as compressed-tensors packs them ("pack-quantized"), as the floats that they stand for.
 
-`w_packed` (int32, rows × columns / 8) holds eight values an element, the lowest bits first, each plus 8; `w_scale` (rows × groups) belongs to
-equal groups of columns, or to those that `w_g_idx` (columns) says; `w_zero_point` (int32, rows / 8 × groups, packed along the rows; in older
-files int8, rows × groups) is taken off before. `w_shape` repeats the shape.
+`w_packed` (int32, rows × columns / 8) holds eight values an element, the lowest bits first, each plus 8; `w_scale` (rows × groups) belongs
+to equal groups of columns, or to those that `w_g_idx` (columns) says; `w_zero_point` (int32, rows / 8 × groups, packed along the rows; in
+older files int8, rows × groups) is taken off before. `w_shape` repeats the shape.
 
 Source: https://github.com/vllm-project/compressed-tensors, compressors/pack_quantized.
 """

@@ -1,8 +1,8 @@
 """8-bit checkpoints, and others that are packed, in floating models: the values that they stand for, made as they are read.
 
 A weight `w` in 8-bit floats or integers stands beside `w_scale` (compressed-tensors, fbgemm, ModelOpt) or `w_scale_inv` (DeepSeek; in spite
-of its name it is multiplied with, too). A scale belongs to the whole tensor, to a row, or to a block of rows and columns. To read another way
-of packing, write a file with a function like those in `JOINS`.
+of its name it is multiplied with, too). A scale belongs to the whole tensor, to a row, or to a block of rows and columns. To read another
+way of packing, write a file with a function like those in `JOINS`.
 """
 
 from __future__ import annotations

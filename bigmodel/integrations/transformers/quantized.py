@@ -39,8 +39,8 @@ def own_quantization(path_or_id: str | os.PathLike[str], config: Any) -> Any:
                 return None
             raise CheckpointError(
                 f"{os.fspath(path_or_id)} is quantized (its {attribute} says {method}). Of quantized checkpoints of transformers, bigmodel "
-                "reads those of bitsandbytes, and as floats those of 8-bit floats in blocks of 128, gpt-oss's own, GPTQ's of 2, 4 and 8 bits, "
-                "AWQ's (gemm), and 4-bit integers of compressed-tensors (pack-quantized): load the model's unquantized checkpoint."
+                "reads those of bitsandbytes, and as floats those of 8-bit floats in blocks of 128, gpt-oss's own, GPTQ's of 2, 4 and 8 "
+                "bits, AWQ's (gemm), and 4-bit integers of compressed-tensors (pack-quantized): load the model's unquantized checkpoint."
             )
     return None
 
@@ -79,4 +79,4 @@ FLOATING: Final[Mapping[str, Callable[[Mapping[str, Any], str | None], bool]]] =
     "awq": _is_plain_awq,
     "compressed-tensors": _is_packed_int4,
 }
-"""Methods whose packed weights are loaded as the floats that they stand for, and whether one of them is (its description, the model's type)."""
+"""Methods whose packed weights are loaded as floats, and whether a checkpoint of one can be, by its description and the model's type."""
