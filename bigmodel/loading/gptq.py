@@ -1,8 +1,8 @@
 """Integers of 2, 4 or 8 bits as GPTQ's tools pack them, as the floats that they stand for.
 
 Matrices lie the other way than in the model. `qweight` (int32, inputs × bits / 32, outputs) is packed along the inputs, the lowest bits
-first; `scales` (groups, outputs) and `qzeros` (int32, groups, outputs × bits / 32) belong to groups of inputs, `g_idx` (inputs) says which of
-them is whose: neighbours, or any that were alike (`desc_act`). A weight is (integer - zero) × scale.
+first; `scales` (groups, outputs) and `qzeros` (int32, groups, outputs × bits / 32) belong to groups of inputs, `g_idx` (inputs) says which
+of them is whose: neighbours, or any that were alike (`desc_act`). A weight is (integer - zero) × scale.
 
 In what tools call the format "gptq", zeros are stored less 1, and wrap around; in "gptq_v2" as they are. Files do not say which it is: the
 configuration beside them does, and without one only symmetric quantization, whose zeros are all the same, is beyond doubt.
