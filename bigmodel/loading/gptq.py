@@ -64,9 +64,11 @@ def join_gptq(name: str, entries: Mapping[str, Entry]) -> tuple[Entry, list[str]
 
 def _checkpoint_format(file: CheckpointFile) -> str | None:
     """What the configuration beside a file calls the format; None where there is none that speaks of quantization."""
-    for name in CONFIGS if isinstance(file, Path) else ():
+    if not isinstance(file, Path):
+        return None
+    for name in CONFIGS:
+        config = file.parent / name
         try:
-            config = file.parent / name
             content = json.loads(config.read_bytes()) if config.stat().st_size <= MAX_CONFIG_BYTES else None
         except (OSError, ValueError, RecursionError):
             continue

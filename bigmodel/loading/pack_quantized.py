@@ -73,8 +73,7 @@ class _PackQuantized(Dequantized):
     def inputs(self, box: Box) -> tuple[tuple[Entry, Box], ...]:
         """Packed rows, their scales, the shape, and zero points and groups where there are any."""
         (first, _), (count, _) = box
-        rows = [(self.packed, count, first), (self.scale, count, first)]
-        found = [(entry, ((start, 0), (length, entry.shape[1]))) for entry, length, start in rows]
+        found: list[tuple[Entry, Box]] = [(entry, ((first, 0), (count, entry.shape[1]))) for entry in (self.packed, self.scale)]
         found.append((self.shape, self.shape.whole))
         if self.zeros is not None:
             step = NIBBLES if self.zeros.dtype == torch.int32 else 1

@@ -31,7 +31,7 @@ def own_quantization(path_or_id: str | os.PathLike[str], config: Any) -> Any:
                 continue
             described = quantization if isinstance(quantization, dict) else vars(quantization)
             method = described.get("quant_method", "unknown method")
-            method = getattr(method, "value", method)
+            method = str(getattr(method, "value", method))
             if part is config and method == "bitsandbytes":
                 return quantization
             if part is config and method in FLOATING and FLOATING[method](described, getattr(config, "model_type", None)):
