@@ -12,22 +12,22 @@ from torch import nn
 
 from ..device_map import normalized
 from ..devices import DeviceKey, unallocated_bytes
-from ..errors import DispatchError
 from ..modules import reads_rows_only, runs_itself
-from ..protocols import PagedStore, Store
+from ..protocols import Store
 from .bringing import Bringing, Brought, modules_of, name_of
 from .cut import Cut, Registered, ancestors, cut, distinct_owners, registered_tensors
+from .decision import Decision, decide
 from .dispatch_hook import DispatchHook
 from .facade import put_on_facade, take_off_facade
 from .group import Group
 from .hooks import DISPATCHED, ModelHook, ModuleReference, SequentialHook, add_hook_to_module, hooks_of, remove_hook_from_module
 from .layout import Owner
 from .lazy import LazyTensor
-from .offload import Resting, check_rests, make_group, restore, set_tensor
+from .offload import Resting, make_group, restore, set_tensor
 from .origin import Tally
 from .placeholder import Placeholder
 from .schedule import Schedule
-from .stores import MemoryStore, ResidentStore
+from .stores import MemoryStore
 
 __all__ = ["Dispatched", "dispatch", "dispatched", "undispatch"]
 
@@ -116,7 +116,7 @@ def dispatch(
     tied = [each.tensor for each in tensors if len(each.places) > 1 and type(each.tensor) is nn.Parameter]
     tied_params_map: dict[int, Any] = {tensor.data_ptr(): {} for tensor in tied if tensor.device.type != "meta"}
     known = frozenset(store.names()) if store is not None else frozenset()
-    decisions = [_decide(plan, tensor, store, known, offload_buffers) for tensor in tensors]
+    decisions = [decide(plan, tensor, store, known, offload_buffers) for tensor in tensors]
     bringing = Bringing(plan, ring_bytes)
     for decision in decisions:
         for device, places in decision.away.items():
@@ -134,37 +134,7 @@ def dispatch(
     return model
 
 
-@dataclass(slots=True)
-class _Decision:
-    """Where one tensor goes. `home` is the device where it is resident, or None if it is offloaded."""
-
-    tensor: Registered
-    home: torch.device | None
-    kind: str
-    """What it is offloaded to, `"cpu"` or `"disk"`."""
-    store: Store | None
-    """What its values are read from, under `key`; None where they are in the model."""
-    key: str
-    away: dict[torch.device, list[tuple[str, Owner]]]
-    """The places that use it on another device than its home, by device."""
-
-    def passing_bytes(self, device: torch.device) -> int:
-        """Bytes of the ring on `device` that it takes while it is used there."""
-        tensor = self.tensor.tensor
-        if self.home is not None or (device.type == "cpu" and self._is_lent()):
-            return 0
-        return tensor.numel() * tensor.element_size()
-
-    def _is_lent(self) -> bool:
-        """Whether arithmetic on the CPU uses it where it rests."""
-        tensor = self.tensor.tensor
-        if self.store is None or self.kind == "cpu":
-            return not isinstance(tensor, LazyTensor) or tensor.origin.lender() is not None or tensor.origin.pager() is not None
-        is_there = isinstance(self.store, ResidentStore) or (isinstance(self.store, PagedStore) and self.store.is_paged(self.key))
-        return is_there and self.store.spec(self.key).dtype == tensor.dtype
-
-
-def _free_bytes(device: torch.device, decisions: Iterable[_Decision], earlier: Dispatched | None) -> int:
+def _free_bytes(device: torch.device, decisions: Iterable[Decision], earlier: Dispatched | None) -> int:
     """What is free on `device` once every resident weight is there, and every other one and the ring of an `earlier` dispatch are gone."""
     free = unallocated_bytes(device)
     for decision in decisions:
@@ -174,44 +144,7 @@ def _free_bytes(device: torch.device, decisions: Iterable[_Decision], earlier: D
     return free if pool is None else free + pool.nbytes
 
 
-def _decide(plan: Cut, tensor: Registered, store: Store | None, known: Collection[str], offload_buffers: bool) -> _Decision:
-    stays = tensor.is_buffer and not (offload_buffers and tensor.persistent)
-    # A module that stands in several places runs on one device, that of its first name.
-    uses = [(places[0][0], places) for places in tensor.by_owner()]
-    rests = ["resident" if stays else plan.rests(name) for name, _ in uses]
-    # A tie of which one end is resident is resident: its bytes are there anyway.
-    home = next((plan.tensor_runs(name) for (name, _), where in zip(uses, rests, strict=True) if where == "resident"), None)
-    away: dict[torch.device, list[tuple[str, Owner]]] = {}
-    for name, places in uses:
-        device = plan.tensor_runs(name)
-        if device != home:
-            away.setdefault(device, []).extend(places)
-    key = next((name for name in tensor.names if name in known), "")
-    lazy = isinstance(tensor.tensor, LazyTensor)
-    on_meta = not lazy and tensor.tensor.device.type == "meta"
-    if key and store is not None and (on_meta or home is None):
-        check_rests(tensor.name, tensor.tensor, store, key)
-    if on_meta and not key:
-        if tensor.is_buffer and not tensor.persistent:
-            raise DispatchError(
-                f"The buffer {tensor.name} is on meta and not part of any checkpoint: compute it (build the model with its buffers on CPU) "
-                "before dispatching."
-            )
-        raise DispatchError(
-            f"{tensor.name} is on meta and rests nowhere: load it, or pass a store that keeps it (tried {', '.join(tensor.names)})."
-        )
-    if home is not None:
-        return _Decision(tensor, home, "", store if on_meta else None, key, away)
-    # Of a tie that is mapped to both, what the disk does not keep rests in RAM.
-    kind = "cpu" if "cpu" in rests and not key else rests[0]
-    if kind == "disk" and not key and not lazy:
-        raise DispatchError(
-            f"{tensor.name} is mapped to disk, but nothing on disk keeps it: offload it to a folder first, or map it to 'cpu'."
-        )
-    return _Decision(tensor, None, kind, store if key and (on_meta or kind == "disk") else None, key, away)
-
-
-def _offload(bringing: Bringing, decisions: list[_Decision], schedule: Schedule) -> dict[str, list[Group]]:
+def _offload(bringing: Bringing, decisions: list[Decision], schedule: Schedule) -> dict[str, list[Group]]:
     """Moves what is resident, takes out what is offloaded, and returns the groups that each module's forward brings."""
     memory = MemoryStore()
     members: dict[Brought, list[Resting]] = {}
