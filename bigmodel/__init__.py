@@ -55,6 +55,7 @@ from .training.handlers import (
 from .training.launchers import debug_launcher, notebook_launcher
 from .training.local_sgd import LocalSGD
 from .training.memory import find_executable_batch_size
+from .training.parallelism import ParallelismConfig
 from .training.plugins.deepspeed import DeepSpeedPlugin
 from .training.plugins.fsdp import FullyShardedDataParallelPlugin
 from .training.random import synchronize_rng_states
@@ -83,6 +84,7 @@ __all__ = [
     "MachineError",
     "MatchError",
     "MissingPackageError",
+    "ParallelismConfig",
     "PartialState",
     "Plan",
     "PlanError",

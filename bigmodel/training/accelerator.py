@@ -44,6 +44,7 @@ from .memory import release_memory
 from .metrics import gather_for_metrics
 from .mixed_precision import get_grad_scaler, get_mixed_precision_context_manager
 from .optimizer import AcceleratedOptimizer
+from .parallelism import ParallelismConfig
 from .preparing import even_batches_set, placements_of, prepared_optimizer, prepared_scheduler
 from .scheduler import AcceleratedScheduler
 from .strategy import Strategy, strategy_for
@@ -75,6 +76,7 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
         kwargs_handlers: at most one each of `AutocastKwargs`, `DistributedDataParallelKwargs`, `GradScalerKwargs`,
             `InitProcessGroupKwargs`, `ProfileKwargs`.
         dynamo_backend, dynamo_plugin: compile models; a backend's name, or the plugin with all choices.
+        parallelism_config: which processes have copies of the model, parts of it, and parts of sequences.
 
     Attributes:
         state: the `AcceleratorState`; `gradient_state`: the `GradientState`; both are shared in the process.
@@ -106,6 +108,7 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Any = None,
+        parallelism_config: ParallelismConfig | None = None,
     ):
         refuse_wrong_arguments(Accelerator.__init__, "Accelerator", locals())
         settled = "_mixed_precision" in AcceleratorState._shared_state
@@ -132,6 +135,7 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
             checked_precision(mixed_precision),
             cpu,
             dynamo_plugin=compile_plugin(dynamo_backend, dynamo_plugin, settled),
+            parallelism_config=parallelism_config,
             **plugins,
             **({} if self.init_handler is None else self.init_handler.to_kwargs()),
         )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 
+from ..errors import TrainingError
 from .accelerator_state import AcceleratorState
 from .configuration import DataLoaderConfiguration, checked_steps
 from .enums import PrecisionType
 from .gradient_state import GradientState
 from .loss_scale import LossScale
 from .optimizer import AcceleratedOptimizer
+from .parallelism import ParallelismConfig
 
 __all__ = ["SettingsProperties"]
 
@@ -49,6 +52,27 @@ class SettingsProperties:
     def is_fsdp2(self) -> bool:
         """Whether models are sharded by `fully_shard`."""
         return self.state.is_fsdp2
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """Which processes have copies of the model, parts of it, and parts of sequences."""
+        return self.state.parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The `DeviceMesh` of `parallelism_config`, with dimensions `dp_replicate`, `dp_shard`, `cp`, `tp`; None without."""
+        return self.state.device_mesh
+
+    def maybe_context_parallel(
+        self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Nothing where processes do not share sequences; where they do, a `TrainingError`: the script takes its part of them itself."""
+        if self.parallelism_config is not None and self.parallelism_config.cp_enabled:
+            raise TrainingError(
+                "maybe_context_parallel: Accelerator does not cut sequences, nor change attention. Cut them in the script, by "
+                "accelerator.torch_device_mesh['cp'], for a model whose attention knows of it; or leave cp_size out."
+            )
+        return contextlib.nullcontext()
 
     @property
     def split_batches(self) -> bool:

@@ -6,14 +6,27 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
 from ..errors import TrainingError
 from ..settings import PREFIXES, read_variable
 from .enums import DistributedType, PrecisionType
+from .parallelism import ParallelismConfig
 from .state import PartialState
 
 __all__ = ["AcceleratorState"]
 
-OWN = ("_mixed_precision", "dynamo_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "_selected", "_communication")
+OWN = (
+    "_mixed_precision",
+    "dynamo_plugin",
+    "deepspeed_plugins",
+    "fsdp_plugin",
+    "megatron_lm_plugin",
+    "parallelism_config",
+    "_mesh",
+    "_selected",
+    "_communication",
+)
 """What `AcceleratorState` keeps beside the attributes of `PartialState`."""
 
 
@@ -39,12 +52,13 @@ class AcceleratorState(PartialState):
         deepspeed_plugin: one, or several by name, of which the first is selected.
         fsdp_plugin: how models are sharded.
         megatron_lm_plugin: how models are spread by Megatron-LM.
+        parallelism_config: a `ParallelismConfig`.
         backend, init_method, timeout: as in `PartialState`.
 
     Attributes:
         distributed_type: `DEEPSPEED`, `FSDP` or `MEGATRON_LM` where such a plugin is given, else as in `PartialState`.
         deepspeed_plugins: by name; None without.
-        dynamo_plugin, fsdp_plugin, megatron_lm_plugin: as given.
+        dynamo_plugin, fsdp_plugin, megatron_lm_plugin, parallelism_config: as given.
 
     Raises:
         TrainingError: an unknown precision; plugins that exclude each other; other settings than the state was made with.
@@ -54,6 +68,8 @@ class AcceleratorState(PartialState):
     deepspeed_plugins: dict[str, Any] | None
     fsdp_plugin: Any
     megatron_lm_plugin: Any
+    parallelism_config: ParallelismConfig | None
+    _mesh: Any
     _mixed_precision: str
     _selected: str | None
     _communication: DistributedType
@@ -67,6 +83,7 @@ class AcceleratorState(PartialState):
         fsdp_plugin: Any = None,
         megatron_lm_plugin: Any = None,
         *,
+        parallelism_config: ParallelismConfig | None = None,
         backend: str | None = None,
         init_method: str | None = None,
         timeout: timedelta | None = None,
@@ -81,6 +98,7 @@ class AcceleratorState(PartialState):
                 deepspeed_plugins=deepspeed_plugins,
                 fsdp_plugin=fsdp_plugin,
                 megatron_lm_plugin=megatron_lm_plugin,
+                parallelism_config=parallelism_config,
             )
             return
         engines = {
@@ -91,6 +109,9 @@ class AcceleratorState(PartialState):
         chosen = [engine for engine, plugin in engines.items() if plugin is not None]
         if len(chosen) > 1:
             raise TrainingError(f"{' and '.join(map(str, chosen))} cannot train one model together: give one plugin.")
+        if parallelism_config is not None:
+            engine = chosen[0] if chosen else self.distributed_type
+            parallelism_config.refuse_what_is_not_done(self.num_processes, engine, fsdp_plugin)
         if precision is None:
             precision = _known_precision(read_variable("MIXED_PRECISION") or "no", f"{PREFIXES[0]}MIXED_PRECISION")
         for plugin in (*(deepspeed_plugins or {}).values(), megatron_lm_plugin):
@@ -103,6 +124,8 @@ class AcceleratorState(PartialState):
             deepspeed_plugins=deepspeed_plugins,
             fsdp_plugin=fsdp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
+            parallelism_config=parallelism_config,
+            _mesh=None,
             _selected=None,
             _communication=self.distributed_type,
             distributed_type=chosen[0] if chosen else self.distributed_type,
@@ -160,6 +183,13 @@ class AcceleratorState(PartialState):
                 plugin._unselect()
         chosen.select(_from_accelerator_state=True)
         self._selected = name
+
+    @property
+    def device_mesh(self) -> Any:
+        """The `DeviceMesh` of `parallelism_config`, made when all processes ask for it first; None without a config or a process group."""
+        if self._mesh is None and self.parallelism_config is not None and dist.is_initialized():
+            self._shared_state["_mesh"] = self.parallelism_config.build_device_mesh(self.device.type)
+        return self._mesh
 
     @property
     def is_fsdp2(self) -> bool:

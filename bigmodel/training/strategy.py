@@ -35,6 +35,7 @@ from torch import nn
 
 from ..api import save_model as save_streaming
 from ..errors import TrainingError
+from .data.mesh import data_shares
 from .enums import DistributedType
 from .parallel import extract_model_from_parallel
 from .preparing import prepare_each
@@ -79,6 +80,11 @@ class Strategy:
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
+        config = accelerator.parallelism_config
+        if config is not None and config.cp_enabled:
+            self.data_mesh = accelerator.torch_device_mesh
+            share_of = data_shares(self.data_mesh)
+            self.data_ranks = [share_of.index(share) for share in range(max(share_of) + 1)]
 
     @property
     def data_processes(self) -> int:

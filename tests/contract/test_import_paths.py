@@ -56,11 +56,12 @@ OTHER = """check_os_kernel compile_regions convert_bytes extract_model_from_para
 VERSIONS = "compare_versions is_torch_version"
 
 PATHS = {
-    "bigmodel": f"{TOP} PartialState debug_launcher find_executable_batch_size notebook_launcher synchronize_rng_states",
+    "bigmodel": f"{TOP} ParallelismConfig PartialState debug_launcher find_executable_batch_size notebook_launcher synchronize_rng_states",
     "bigmodel.big_modeling": BIG_MODELING,
     "bigmodel.hooks": f"{HOOKS} PrefixedDataset find_device named_module_tensors send_to_device set_module_tensor_to_device",
     "bigmodel.commands.config.default": "write_basic_config",
     "bigmodel.launchers": "debug_launcher notebook_launcher",
+    "bigmodel.parallelism_config": "ParallelismConfig",
     "bigmodel.state": "AcceleratorState DistributedType GradientState PartialState",
     "bigmodel.utils": f"{UTILS} {OFFLOAD} {CONSTANTS} {ENVIRONMENT} {IMPORTS} {RANDOM} {MEMORY} {OTHER} {VERSIONS} {OPERATIONS}",
     "bigmodel.utils.constants": f"{CONSTANTS} SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",

@@ -14,6 +14,7 @@ from torch import nn
 from ...errors import TrainingError
 from ..checkpoint_folder import together
 from ..nested import recursively_apply
+from ..parallelism import ParallelismConfig
 from ..state import PartialState
 from .fsdp import FullyShardedDataParallelPlugin
 from .fsdp_units import ignored_modules, owners_of, units_of
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["average_in_backward", "mesh_for", "shard_model"]
 
 
-def mesh_for(plugin: FullyShardedDataParallelPlugin) -> DeviceMesh:
+def mesh_for(plugin: FullyShardedDataParallelPlugin, parallelism: ParallelismConfig | None = None) -> DeviceMesh:
     """All processes in one row, along which parameters are sharded; in two dimensions (copies, parts) where they are copied as well.
+
+    How many copies there are is what `parallelism` says; None: what the plugin's strategy says.
 
     Raises `TrainingError` where hosts have different numbers of processes, which `HYBRID_SHARD` shards over.
     """
@@ -34,6 +37,11 @@ def mesh_for(plugin: FullyShardedDataParallelPlugin) -> DeviceMesh:
 
     state = PartialState()
     world, kind = state.num_processes, state.device.type
+    if parallelism is not None:
+        copies, parts = parallelism.sharding()
+        if copies == 1:
+            return init_device_mesh(kind, (parts,), mesh_dim_names=("parts",))
+        return init_device_mesh(kind, (copies, parts), mesh_dim_names=("copies", "parts"))
     strategy = plugin.sharding_strategy
     if strategy == ShardingStrategy.NO_SHARD:
         return init_device_mesh(kind, (world, 1), mesh_dim_names=("copies", "parts"))

@@ -71,7 +71,7 @@ class FullyShardedStrategy(Strategy):
             return model
         compute_in_precision(self.accelerator, model)
         if self._mesh is None:
-            self._mesh = mesh_for(self.plugin)
+            self._mesh = mesh_for(self.plugin, self.accelerator.parallelism_config)
         for old, new in shard_model(model, self.plugin, self._mesh):
             self._renewed[old] = new
         for parameter in model.parameters():
