@@ -39,6 +39,7 @@ from .handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
+from .lomo import lomo_backward
 from .loss_scale import LossScale
 from .memory import release_memory
 from .metrics import gather_for_metrics
@@ -46,6 +47,7 @@ from .mixed_precision import get_grad_scaler, get_mixed_precision_context_manage
 from .optimizer import AcceleratedOptimizer
 from .parallelism import ParallelismConfig
 from .preparing import even_batches_set, placements_of, prepared_optimizer, prepared_scheduler
+from .replicated import spreads_over_devices
 from .scheduler import AcceleratedScheduler
 from .strategy import Strategy, strategy_for
 from .tracking.chosen import filter_trackers
@@ -237,6 +239,10 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
         """
         return self.strategy.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether a part of the model is dispatched to several devices, so that processes cannot train copies of it."""
+        return spreads_over_devices(model)
+
     def free_memory(self, *objects: Any) -> list[Any]:
         """Forgets everything that was prepared, and gives its memory back. Returns None for each object, to be put in its place."""
         for prepared in (self._models, self._optimizers, self._schedulers, self._dataloaders):
@@ -270,7 +276,13 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
         return self.strategy.sync_in_backward(model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """`loss.backward(**kwargs)`, with the loss divided by the batches that are accumulated, and scaled where the precision needs it."""
+        """`loss.backward(**kwargs)`, with the loss divided by the batches that are accumulated, and scaled where the precision needs it.
+
+        With `learning_rate=` it is `lomo_backward`.
+        """
+        if "learning_rate" in kwargs:
+            self.lomo_backward(loss, **kwargs)
+            return
         strategy, state = self.strategy, self.gradient_state
         if strategy.divides_losses:
             steps = state.num_steps
@@ -278,6 +290,10 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
                 loss = loss / steps
         state.gradients_wait = True
         strategy.backward(loss, **kwargs)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Backward and step in one, with the prepared `Lomo` or `AdaLomo` of lomo-optim; see `lomo.lomo_backward`."""
+        lomo_backward(self, loss, learning_rate)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
         """The precision of prepared models, for what is computed outside of them, such as a loss."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .gradient_state import GradientState
+from .lomo import steps_in_backward
 from .state import PartialState
 
 __all__ = ["AcceleratedOptimizer"]
@@ -43,6 +44,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.gradient_state = GradientState()
         self._after_scaled_step = after_scaled_step or (None if scaler is None else scaler.update)
         self._stepped = True
+        self._steps_in_backward = steps_in_backward(optimizer)
         if device_placement and optimizer.state:
             _move_state(optimizer, PartialState().device)
         if scaler is not None:
@@ -54,8 +56,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._stepped = found is None or not bool(found)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps where gradients are complete (`GradientState.sync_gradients`); else nothing. Returns what the optimizer inside returns."""
-        if not self.gradient_state.sync_gradients:
+        """Steps where gradients are complete (`GradientState.sync_gradients`); else nothing. Returns what the optimizer inside returns.
+
+        One that has stepped in its backward (LOMO's) does nothing.
+        """
+        if not self.gradient_state.sync_gradients or self._steps_in_backward:
             return None
         self.gradient_state.gradients_wait = False
         if self.scaler is None:

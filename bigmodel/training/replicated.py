@@ -21,7 +21,7 @@ from .nested import convert_outputs_to_fp32
 if TYPE_CHECKING:
     from .accelerator import Accelerator
 
-__all__ = ["averaged", "compute_in_precision", "prepare_copy", "sync_in_backward"]
+__all__ = ["averaged", "compute_in_precision", "prepare_copy", "spreads_over_devices", "sync_in_backward"]
 
 
 def prepare_copy(accelerator: Accelerator, model: nn.Module, device_placement: bool, evaluation_mode: bool) -> nn.Module:
@@ -30,10 +30,10 @@ def prepare_copy(accelerator: Accelerator, model: nn.Module, device_placement: b
     What is dispatched stays where it is. Raises `TrainingError` where the trainable parts of such a model would have to be averaged, and
     for a model without values.
     """
-    places = sorted({str(place) for place in getattr(model, "hf_device_map", {}).values()})
-    spread = any(dispatched(module) is not None for module in model.modules()) or len(places) > 1
+    spread = spreads_over_devices(model) or any(dispatched(module) is not None for module in model.modules())
     has_others = accelerator.use_distributed and not evaluation_mode and any(map(_is_trained, model.parameters()))
     if spread and has_others:
+        places = sorted({str(place) for place in getattr(model, "hf_device_map", {}).values()})
         raise TrainingError(
             f"{type(model).__name__} is dispatched to {places}, and {accelerator.num_processes} processes cannot average its gradients. "
             "Train it in one process, use a FullyShardedDataParallelPlugin on a model that is not dispatched, or prepare it with "
@@ -50,6 +50,11 @@ def prepare_copy(accelerator: Accelerator, model: nn.Module, device_placement: b
         model = averaged(accelerator, model)
     plugin = accelerator.state.dynamo_plugin
     return model if plugin is None else compile_model(model, plugin)
+
+
+def spreads_over_devices(model: nn.Module) -> bool:
+    """Whether the device map of the model, or of a part of it, has several devices."""
+    return any(len({str(place) for place in getattr(module, "hf_device_map", {}).values()}) > 1 for module in model.modules())
 
 
 def _refuse_empty(model: nn.Module) -> None:

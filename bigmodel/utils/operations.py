@@ -8,10 +8,12 @@ from ..structures import is_namedtuple
 from ..training import collectives, nested
 from ..training.collectives import *  # noqa: F403
 from ..training.nested import *  # noqa: F403
+from ..training.plugins.deepspeed_gathering import GatheredParameters
 from ..training.reduction import reduce
 
 __all__ = [  # noqa: PLE0604, RUF100
     "DistributedOperationException",
+    "GatheredParameters",
     "find_device",
     "is_namedtuple",
     "reduce",

@@ -32,8 +32,8 @@ UTILS = """CustomDtype align_module_device calculate_maximum_sizes check_device_
     find_device find_tied_parameters get_balanced_memory get_max_layer_size get_max_memory has_offloaded_params id_tensor_storage
     infer_auto_device_map is_namedtuple load_checkpoint_in_model load_offloaded_weights load_state_dict named_module_tensors
     retie_parameters send_to_device set_module_tensor_to_device"""
-OPERATIONS = """CannotPadNestedTensorWarning ConvertOutputsToFp32 DistributedOperationException TensorInformation broadcast
-    broadcast_object_list concatenate convert_outputs_to_fp32 convert_to_fp32 copy_tensor_to_devices find_batch_size
+OPERATIONS = """CannotPadNestedTensorWarning ConvertOutputsToFp32 DistributedOperationException GatheredParameters TensorInformation
+    broadcast broadcast_object_list concatenate convert_outputs_to_fp32 convert_to_fp32 copy_tensor_to_devices find_batch_size
     find_device gather gather_object get_data_structure get_shape honor_type ignorant_find_batch_size initialize_tensors
     is_namedtuple is_tensor_information is_torch_tensor listify pad_across_processes pad_input_tensors recursively_apply
     reduce send_to_device slice_tensors"""

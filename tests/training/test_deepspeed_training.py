@@ -16,7 +16,7 @@ from bigmodel import Accelerator, DeepSpeedPlugin, TrainingError
 from bigmodel.training.accelerator_state import AcceleratorState
 from bigmodel.training.gradient_state import GradientState
 from bigmodel.training.plugins.deepspeed_stand_ins import DummyOptim, DummyScheduler
-from bigmodel.utils import TorchDynamoPlugin
+from bigmodel.utils import GatheredParameters, TorchDynamoPlugin
 
 pytest.importorskip("deepspeed")
 
@@ -212,6 +212,30 @@ def test_a_sharded_model_is_gathered_where_the_plugin_says_so(processes: Sizes, 
     for found in (main, load_file(tmp_path / "weights" / "model.safetensors")):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def gathered() -> list[Any]:
+    fresh()
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
+    model, *_ = prepared(accelerator, 4)
+    whole = {name: parameter.ds_shape for name, parameter in model.named_parameters()}
+    outside = [parameter.numel() for parameter in model.parameters()]
+    with GatheredParameters(model.parameters(), modifier_rank=0):
+        inside = {name: parameter.shape for name, parameter in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.data.fill_(1.0 + accelerator.process_index)
+    with GatheredParameters(next(model.parameters())):
+        first = next(model.parameters()).unique().tolist()
+    with GatheredParameters(model.parameters(), enabled=False):
+        disabled = [parameter.numel() for parameter in model.parameters()]
+    return [inside == whole, outside == disabled, max(outside) == 0, first]
+
+
+def test_parameters_that_were_cut_up_are_whole_for_a_while(processes: Sizes) -> None:
+    assert processes(2).run(gathered) == [[True, True, True, [1.0]]] * 2
+    linear = nn.Linear(2, 2)
+    with GatheredParameters(linear.parameters(), modifier_rank=0):
+        assert linear.weight.shape == (2, 2)
 
 
 def in_bfloat16() -> tuple[str, torch.dtype, torch.dtype, list[float]]:
