@@ -85,9 +85,9 @@ def alone(make: Callable[[], Any], clipping: float, epochs: int = 1) -> tuple[li
     return seen, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def prepared(tp_degree: int, make: Callable[[], Any], **fields: Any) -> tuple[Accelerator, tuple[Any, ...]]:
+def prepared(tp_degree: int, make: Callable[[], Any], precision: str = "no", **fields: Any) -> tuple[Accelerator, tuple[Any, ...]]:
     fresh()
-    accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(tp_degree=tp_degree, **fields))
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, megatron_lm_plugin=MegatronLMPlugin(tp_degree=tp_degree, **fields))
     copies = accelerator.num_processes // tp_degree
     model = make()
     optimizer, scheduler = optimized(model)

@@ -282,3 +282,39 @@ def test_llamas_kin_trains_as_in_plain_torch(processes: Sizes, tmp_path: Path) -
         model.config.save_pretrained(tmp_path / kind)
         read = type(model).from_pretrained(tmp_path / kind).state_dict()
         assert all(torch.equal(read[name], state[name]) for name in state), kind
+
+
+def in_bfloat16(make: Callable[[], Any]) -> list[tuple[list[float], torch.dtype, torch.dtype, torch.dtype]]:
+    found = []
+    for tp_degree in (2, 1):
+        accelerator, parts = prepared(tp_degree, make, "bf16", return_logits=True, recompute_activations=True)
+        losses = loop(accelerator, parts)
+        seen: list[torch.dtype] = []
+        matrix = accelerator.unwrap_model(parts[0]).get_submodule("decoder.layers.0.mlp.linear_fc1")
+        hook = matrix.register_forward_hook(lambda module, given, made, seen=seen: seen.append(made[0].dtype))
+        logits = parts[0](torch.zeros(1, 4, dtype=torch.int64)).logits
+        hook.remove()
+        found.append((losses, seen[0], next(parts[0].parameters()).dtype, logits.dtype))
+    return found
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_bfloat16_is_computed_in_and_weights_stay(processes: Sizes, make: Callable[[], Any]) -> None:
+    model = make().train()
+    optimizer, scheduler = optimized(model)
+    expected = []
+    for batch in DataLoader(samples(), batch_size=4):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        expected.append(float(loss))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    exact, _ = alone(make, 1.0)
+    for found in processes(2).run(in_bfloat16, make, timeout=120):
+        for losses, inside, weights, output in found:
+            assert losses == pytest.approx(expected, rel=2e-3)
+            assert losses != pytest.approx(exact[::2], rel=TOLERANCE)
+            assert (inside, weights, output) == (torch.bfloat16, torch.float32, torch.float32)

@@ -116,8 +116,8 @@ def test_what_the_training_step_does_not_do_is_refused_by_name(fields: dict[str,
 
 
 def test_settings_of_the_accelerator_that_do_not_go_with_it_are_refused() -> None:
-    with pytest.raises(TrainingError, match=r"mixed_precision='bf16': .*float32 copies.*CUDA devices.*Train in float32"):
-        Accelerator(cpu=True, mixed_precision="bf16", megatron_lm_plugin=MegatronLMPlugin())
+    with pytest.raises(TrainingError, match=r"mixed_precision='fp16': .*scaler of losses.*CUDA devices\. Use 'bf16'"):
+        Accelerator(cpu=True, mixed_precision="fp16", megatron_lm_plugin=MegatronLMPlugin())
     with pytest.raises(TrainingError, match=r"backend 'INDUCTOR': megatron-core's layers are not compiled"):
         Accelerator(cpu=True, dynamo_backend="inductor", megatron_lm_plugin=MegatronLMPlugin())
 

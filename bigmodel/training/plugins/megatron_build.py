@@ -53,6 +53,8 @@ def build(plugin: Any, description: Description, model: nn.Module, mesh: Any, de
     config = plugin.transformer_config(
         **description.sizes,
         **dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers")),  # the layers' own
+        bf16=False,  # autocast makes the copies
+        params_dtype=torch.float32,
         use_cpu_initialization=True,
         init_method=_as_it_is,
         output_layer_init_method=_as_it_is,
@@ -96,6 +98,7 @@ def check_own(model: nn.Module, plugin: Any, mesh: Any) -> None:
     asked = {
         "fp16": False,
         "bf16": False,
+        "params_dtype": torch.float32,
         "sequence_parallel": False,
         "recompute_granularity": None,
         "gradient_accumulation_fusion": False,
@@ -104,8 +107,8 @@ def check_own(model: nn.Module, plugin: Any, mesh: Any) -> None:
     for name, value in asked.items():
         if getattr(config, name) != value:
             raise TrainingError(
-                f"{type(model).__name__}: {name} is {getattr(config, name)!r} in its config, and here it has to be {value!r}; "
-                "plugin.transformer_config(num_layers=…, …) makes a config that fits."
+                f"{type(model).__name__}: {name} is {getattr(config, name)!r} in its config, and here it has to be {value!r}: build it "
+                f"with plugin.transformer_config(num_layers=…, {name}={value!r})."
             )
     rotary = getattr(model, "rotary_pos_emb", None)
     if rotary is not None and not isinstance(rotary, RotaryPositions):

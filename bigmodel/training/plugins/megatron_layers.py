@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .megatron_core import require_megatron_core
 
-__all__ = ["DotProductAttention", "RotaryPositions", "layer_specification", "takes_any_device"]
+__all__ = ["DotProductAttention", "RotaryPositions", "follow_autocast", "layer_specification", "takes_any_device"]
 
 
 class DotProductAttention(nn.Module):
@@ -122,6 +122,24 @@ def _recomputed_layer(count: int | None) -> type:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     return RecomputedTransformerLayer
+
+
+def follow_autocast(model: nn.Module) -> None:
+    """Matrices of a `GPTModel` multiply under torch's autocast, which megatron-core's own backward follows on CUDA devices only."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    for module in model.modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            module._forward_impl = _linear
+
+
+def _linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, allreduce_dgrad: bool, tp_group: Any = None, **kwargs: Any
+) -> torch.Tensor:
+    """What megatron-core's linear layers compute; with `allreduce_dgrad` gradients of the input are added up over the group."""
+    from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+
+    return nn.functional.linear(copy_to_tensor_model_parallel_region(input, tp_group) if allreduce_dgrad else input, weight, bias)
 
 
 def takes_any_device(model: nn.Module) -> bool:

@@ -67,10 +67,10 @@ def refuse_what_is_not_done(accelerator: Accelerator, plugin: Any) -> None:
             f"megatron_lm_plugin with other_megatron_args {sorted(plugin.other_megatron_args)}: a transformers model says its sizes; for "
             "others build a GPTModel with plugin.transformer_config(…), and leave them out here."
         )
-    if accelerator.mixed_precision != "no":
+    if accelerator.mixed_precision not in ("no", "bf16"):
         raise TrainingError(
-            f"megatron_lm_plugin with mixed_precision={accelerator.mixed_precision!r}: megatron-core's optimizer keeps float32 copies of "
-            f"half-precision weights on CUDA devices. Train in float32 (mixed_precision='no'). {FSDP} trains in bf16 anywhere."
+            f"megatron_lm_plugin with mixed_precision={accelerator.mixed_precision!r}: megatron-core's scaler of losses, which processes "
+            "agree on, is on CUDA devices. Use 'bf16', which needs none."
         )
     if plugin.recompute_activations and plugin.recompute_method == "uniform" and plugin.recompute_num_layers != 1:
         raise TrainingError(

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import TrainingError
 from ..accelerator_state import AcceleratorState
-from ..replicated import averaged, sync_in_backward
+from ..replicated import averaged, compute_in_precision, sync_in_backward
 from ..strategy import Strategy
 from .fsdp_files import save_whole_weights
 from .megatron_build import build, check_own, renewed_parameters
@@ -27,6 +27,7 @@ from .megatron_files import (
     save_parts_of_model,
     save_parts_of_optimizer,
 )
+from .megatron_layers import follow_autocast
 from .megatron_model import MegatronModel
 from .megatron_models import described, tied_names
 from .megatron_parts import clip_norm
@@ -107,6 +108,9 @@ class MegatronStrategy(Strategy):
                 self._renewed[old] = new
         if device_placement:
             gpt.to(device)
+        if self.accelerator.native_amp:
+            follow_autocast(gpt)
+            compute_in_precision(self.accelerator, gpt)
         module = gpt
         if self.data_processes > 1 and not evaluation_mode and any(parameter.requires_grad for parameter in gpt.parameters()):
             module = averaged(self.accelerator, gpt, self.data_mesh.get_group("dp"))
