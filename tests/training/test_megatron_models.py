@@ -318,3 +318,35 @@ def test_bfloat16_is_computed_in_and_weights_stay(processes: Sizes, make: Callab
             assert losses == pytest.approx(expected, rel=2e-3)
             assert losses != pytest.approx(exact[::2], rel=TOLERANCE)
             assert (inside, weights, output) == (torch.bfloat16, torch.float32, torch.float32)
+
+
+def own_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(batch["input_ids"], batch["attention_mask"]).logits[:, :-1]
+    focus = logits.softmax(-1).pow(2).sum(-1) * batch["attention_mask"][:, 1:]
+    return nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:]) + focus.mean()
+
+
+def with_an_own_loss() -> list[float]:
+    accelerator, (model, optimizer, loader, _) = prepared(2, llama)
+    seen = []
+    for batch in loader:
+        loss = own_loss(model, batch)
+        accelerator.backward(loss)
+        seen += [float(loss.detach()), float(accelerator.clip_grad_norm_(model.parameters(), 0.5))]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def test_a_loop_may_compute_its_own_loss_of_whole_logits(processes: Sizes) -> None:
+    model = llama().train()
+    optimizer, _ = optimized(model)
+    expected = []
+    for batch in DataLoader(samples(), batch_size=4):
+        loss = own_loss(model, batch)
+        loss.backward()
+        expected += [float(loss.detach()), float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))]
+        optimizer.step()
+        optimizer.zero_grad()
+    for seen in processes(2).run(with_an_own_loss, timeout=120):
+        assert seen == pytest.approx(expected, rel=TOLERANCE)
