@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,10 @@ class LaunchSettings:
     deepspeed_config: Mapping[str, Any] = field(default_factory=dict)
     megatron_lm_config: Mapping[str, Any] = field(default_factory=dict)
     dynamo_config: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings by the file's keys, those included that the file leaves out."""
+        return asdict(self)
 
     def __post_init__(self) -> None:
         if self.compute_environment not in (ComputeEnvironment.LOCAL_MACHINE, None):

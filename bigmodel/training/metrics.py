@@ -26,12 +26,19 @@ def gather_for_metrics(accelerator: Accelerator, input_data: Any, use_gather_obj
     dimensions become one of `num_processes` values. Lists and tuples without tensors in them are lists of samples, whatever these are, and
     are joined to one list. Any other single thing becomes a list of `num_processes`; None stays None. Mappings, named tuples, dataclasses,
     and lists that hold tensors keep their form. Of processes that share a model, and see the same samples, the first one counts.
+
+    What has as many rows as a full batch, after a last batch that is shorter, is cut to the samples there are: a loss, say, that a script
+    repeats once for each sample, going by the batch size.
     """
+    state = accelerator.gradient_state
+    last, wanted = state.end_of_dataloader, state.remainder
+    short = getattr(state.active_dataloader, "short_end", None) if last else None
+    if short is not None:
+        rows, full = short
+        input_data = _walk(input_data, use_gather_object, lambda leaf: leaf[:rows] if _samples(leaf) == full else leaf)
     if not accelerator.use_distributed:
         return input_data
-    state = accelerator.gradient_state
     ranks = accelerator.strategy.data_ranks or range(accelerator.num_processes)
-    last, wanted = state.end_of_dataloader, state.remainder
     if last and wanted < 0:
         warnings.warn(
             "The data loader cannot tell which samples of its last batch are repeated ones, so they are counted twice. "

@@ -1,4 +1,4 @@
-"""File names of checkpoints and training states, and the layers that layerwise casting knows."""
+"""File names of checkpoints and training states, the layers that layerwise casting knows, and the words of sharding."""
 
 from __future__ import annotations
 
@@ -18,8 +18,17 @@ from ..constants import (
     WEIGHTS_PATTERN_NAME,
 )
 from ..dispatch import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
+from ..training.plugins.fsdp import SHARDING_STRATEGIES, WRAP_POLICIES
+
+FSDP_AUTO_WRAP_POLICY = list(WRAP_POLICIES)
+"""What `auto_wrap_policy` of `FullyShardedDataParallelPlugin` may be, in capitals."""
+
+FSDP_SHARDING_STRATEGY = list(SHARDING_STRATEGIES)
+"""What its `sharding_strategy` may be."""
 
 __all__ = [
+    "FSDP_AUTO_WRAP_POLICY",
+    "FSDP_SHARDING_STRATEGY",
     "MODEL_NAME",
     "OPTIMIZER_NAME",
     "RNG_STATE_NAME",

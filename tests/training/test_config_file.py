@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from bigmodel.commands.config import default_config_file, load_config_from_file
 from bigmodel.errors import TrainingError
 from bigmodel.training import config_file
 from bigmodel.training.config_file import LaunchSettings, launch_environment, read_launch_settings, write_basic_config
@@ -182,6 +183,13 @@ def test_which_file_is_read(tmp_path: Path) -> None:
     assert read_launch_settings(None, {"num_processes": 4}).num_processes == 4
     with pytest.raises(TrainingError, match="0 processes"):
         read_launch_settings(None, {"num_processes": 0})
+
+
+def test_settings_are_told_by_the_keys_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("num_processes: 2\nfsdp_config: {fsdp_version: 2}")
+    told = load_config_from_file(str(tmp_path / "config.yaml")).to_dict()
+    assert (told["num_processes"], told["fsdp_config"], told["machine_rank"]) == (2, {"fsdp_version": 2}, 0)
+    assert default_config_file.endswith("default_config.yaml")
 
 
 def test_machines_meet_as_they_are_told() -> None:

@@ -14,6 +14,7 @@ from ..state import PartialState
 from .loader import END, PreparedLoader
 from .mesh import data_shares
 from .position import Resumption
+from .rows import short_rows
 from .sending import Channel, Note
 from .sharing import Sharing, Step
 
@@ -78,6 +79,12 @@ class DataLoaderDispatcher(PreparedLoader):
         return None if size is None else int(size) * self._read_at_once
 
     @property
+    def own_batch_size(self) -> int | None:
+        """Samples of this process at one step; None where batches have no size that is known."""
+        size = self.total_batch_size
+        return None if size is None else size // self._shares
+
+    @property
     def _read_at_once(self) -> int:
         """Batches that are read for a step."""
         return 1 if self.split_batches else self._shares
@@ -96,6 +103,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 position.batches += 1
                 position.finished = note.last
                 self.end_of_dataloader = note.last
+                self.short_end = short_rows(batch, self.own_batch_size) if note.last else None
                 self.remainder = note.real if note.last or note.real else -1
                 yield batch
             position.finished = True

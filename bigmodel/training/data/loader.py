@@ -82,6 +82,7 @@ class PreparedLoader(DataLoader[Any]):
         remainder: where the batch handed out last repeats samples in some process, how many of those of all processes together are none:
             they stand first, in the order of the processes. 0: the last batch, and nothing in it is repeated. -1: not the last batch, or
             nobody can tell.
+        short_end: this process's samples in the batch handed out last and in a full one, where it is the last one and has fewer; else None.
         iteration: the epoch, from 0; goes up at the end of each.
         skip_batches: left out at the start of each epoch.
         device: where batches are put; None: they stay.
@@ -90,6 +91,7 @@ class PreparedLoader(DataLoader[Any]):
 
     end_of_dataloader = False
     remainder = -1
+    short_end: tuple[int, int] | None = None
 
     def __init__(
         self,
@@ -257,6 +259,7 @@ class PreparedLoader(DataLoader[Any]):
         going_on, position.resumption = position.resumption, None
         self.end_of_dataloader = False
         self.remainder = -1
+        self.short_end = None
         self.set_epoch(going_on.epoch if going_on else position.epoch)
         position.workers_were_seeded = self._workers_are_seeded
         workers = self._workers_of(going_on)

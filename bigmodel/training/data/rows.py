@@ -11,7 +11,7 @@ import torch
 
 from ...structures import children, is_namedtuple, keys, rebuilt
 
-__all__ = ["cut_rows", "flatten", "join_rows", "rebuild", "row_count"]
+__all__ = ["cut_rows", "flatten", "join_rows", "rebuild", "row_count", "short_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,12 @@ def row_count(batch: Any) -> int | None:
     if rows is None and isinstance(batch, list):
         return len(batch)
     return rows
+
+
+def short_rows(batch: Any, full: int | None) -> tuple[int, int] | None:
+    """Samples of a batch and of a full one, where the batch has fewer; None where it is full or nobody can tell."""
+    rows = row_count(batch)
+    return None if rows is None or full is None or rows >= full else (rows, full)
 
 
 def cut_rows(batch: Any, rows: slice) -> Any:

@@ -16,6 +16,7 @@ from ..gradient_state import GradientState
 from ..random import synchronize_rng_states
 from ..state import PartialState
 from .loader import END, PreparedLoader
+from .rows import short_rows
 from .samplers import BatchSamplerShard, SeedableRandomSampler
 from .streams import CountingCollate, IterableDatasetShard
 
@@ -72,19 +73,24 @@ class DataLoaderShard(PreparedLoader):
         self.synchronized_generator = synchronized_generator
 
     @property
+    def _source(self) -> Any:
+        """What knows how large batches are."""
+        if isinstance(self.dataset, IterableDatasetShard):
+            return self.dataset
+        return self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
+
+    @property
     def total_batch_size(self) -> int | None:
         """Samples of all processes together at one step; None where batches have no size that is known."""
-        source: Any = (
-            self.dataset
-            if isinstance(self.dataset, IterableDatasetShard)
-            else self.sampler
-            if isinstance(self.sampler, BatchSampler)
-            else self.batch_sampler
-        )
+        own = self.own_batch_size
+        return None if own is None else own * int(getattr(self._source, "num_processes", 1))
+
+    @property
+    def own_batch_size(self) -> int | None:
+        """Samples of this process at one step; None where batches have no size that is known."""
+        source = self._source
         size = getattr(source, "batch_size", self.batch_size)
-        if size is None:
-            return None
-        return int(size) * (1 if getattr(source, "split_batches", False) else getattr(source, "num_processes", 1))
+        return None if size is None else int(size) // (source.num_processes if getattr(source, "split_batches", False) else 1)
 
     def __len__(self) -> int:
         return max(super().__len__() - self.skip_batches, 0)
@@ -120,6 +126,7 @@ class DataLoaderShard(PreparedLoader):
                 if coming is END:
                     position.finished = True
                     self.end_of_dataloader = True
+                    self.short_end = short_rows(batch, self.own_batch_size)
                     self.remainder = self.dataset.real_samples if isinstance(self.dataset, IterableDatasetShard) and not counts else real
                 elif real or self.remainder != -1:
                     self.remainder = real or -1

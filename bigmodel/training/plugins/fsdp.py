@@ -28,6 +28,7 @@ COMPUTE_DTYPES: Final = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": t
 """What parameters are cast to. Under fp8 the layers that can compute in it do so themselves, all others in bf16."""
 
 WRAP_POLICIES: Final = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+SHARDING_STRATEGIES: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 POLICY_KEYS: Final = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "cast_forward_inputs")
 
 

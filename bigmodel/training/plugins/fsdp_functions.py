@@ -13,6 +13,7 @@ from torch import nn
 from ...errors import CheckpointError, TrainingError
 from ...loading import Checkpoint, read_tensors
 from ...loading import save_model as write_model
+from ..available import is_peft_available
 from ..checkpoint_folder import together
 from ..state import PartialState
 from .fsdp import FullyShardedDataParallelPlugin
@@ -86,10 +87,16 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Writes a prepared model as `save_state` does; all processes call it. `use_dcp` is accepted: `state_dict_type` decides."""
-    strategy = _strategy(fsdp_plugin, accelerator, adapter_only)
+    """Writes a prepared model as `save_state` does; all processes call it. `use_dcp` is accepted: `state_dict_type` decides.
+
+    With `adapter_only`, of a PEFT model only the adapters are written, under their names in the model. Any other model is written whole.
+    """
+    strategy = _strategy(fsdp_plugin, accelerator)
     folder = _made(accelerator, output_dir)
-    strategy.save_model(model, model_index, strategy.state_to_save(model), folder, True)
+    state = strategy.state_to_save(model)
+    if adapter_only and _is_peft_model(model):
+        state = _adapters(model, state)
+    strategy.save_model(model, model_index, state, folder, True)
     accelerator.wait_for_everyone()
 
 
@@ -102,8 +109,12 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Fills a prepared model from what `save_fsdp_model` or `save_state` wrote; all processes call it."""
-    _strategy(fsdp_plugin, accelerator, adapter_only).load_model(model, model_index, Path(input_dir))
+    """Fills a prepared model from what `save_fsdp_model` or `save_state` wrote; all processes call it.
+
+    With `adapter_only`, of a PEFT model what the files lack stays as it is.
+    """
+    partial = {"strict": False} if adapter_only and _is_peft_model(model) else {}
+    _strategy(fsdp_plugin, accelerator).load_model(model, model_index, Path(input_dir), **partial)
 
 
 def save_fsdp_optimizer(
@@ -116,7 +127,7 @@ def save_fsdp_optimizer(
     use_dcp: bool = True,
 ) -> None:
     """Writes a prepared optimizer as `save_state` does; all processes call it. Its models are known, `model` is accepted."""
-    _strategy(fsdp_plugin, accelerator, False).save_optimizer(optimizer, optimizer_index, _made(accelerator, output_dir))
+    _strategy(fsdp_plugin, accelerator).save_optimizer(optimizer, optimizer_index, _made(accelerator, output_dir))
     accelerator.wait_for_everyone()
 
 
@@ -130,8 +141,11 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Fills a prepared optimizer from what `save_fsdp_optimizer` or `save_state` wrote; all processes call it."""
-    _strategy(fsdp_plugin, accelerator, adapter_only).load_optimizer(optimizer, optimizer_index, Path(input_dir), "cpu")
+    """Fills a prepared optimizer from what `save_fsdp_optimizer` or `save_state` wrote; all processes call it.
+
+    `adapter_only` is accepted: an optimizer has states of what it trains and of nothing else.
+    """
+    _strategy(fsdp_plugin, accelerator).load_optimizer(optimizer, optimizer_index, Path(input_dir), "cpu")
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
@@ -144,9 +158,26 @@ def disable_fsdp_ram_efficient_loading() -> None:
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
 
-def _strategy(plugin: FullyShardedDataParallelPlugin, accelerator: Accelerator, adapter_only: bool) -> FullyShardedStrategy:
-    if adapter_only:
-        raise TrainingError("adapter_only=True: save the adapter with its own library, from `accelerator.get_state_dict(model)`.")
+def _is_peft_model(model: nn.Module) -> bool:
+    if not is_peft_available():
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
+
+
+def _adapters(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Those values of `state` that are the model's adapters, under the same names: PEFT, which tells them, would leave the adapter's out."""
+    from peft import get_peft_model_state_dict
+
+    if not state:  # another process has the values
+        return state
+    values = get_peft_model_state_dict(model, state_dict=state).values()
+    wanted = {id(value) for value in values}
+    return {name: value for name, value in state.items() if id(value) in wanted}
+
+
+def _strategy(plugin: FullyShardedDataParallelPlugin, accelerator: Accelerator) -> FullyShardedStrategy:
     strategy: Any = accelerator.strategy
     if getattr(strategy, "plugin", None) is not plugin:
         raise TrainingError("fsdp_plugin is not the accelerator's own: give accelerator.state.fsdp_plugin.")
