@@ -159,7 +159,8 @@ class _Substitution:
             if lazy.requires_grad and not torch.is_grad_enabled():
                 with outside_transforms():
                     held.requires_grad_(True)  # torch chooses kernels by it, even where no gradient is recorded
-            origin.tally.outside_read(origin.label, _function_name(self.function), origin.nbytes)
+            if torch._C._current_graph_task_id() < 0:  # where the backward computes a checkpointed forward again, it is what is expected
+                origin.tally.outside_read(origin.label, _function_name(self.function), origin.nbytes)
         self.reals[id(origin)] = (lazy, held, version_of(held), group)
         self._memory[id(held)] = held.untyped_storage()._cdata
         return held

@@ -278,13 +278,14 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """`loss.backward(**kwargs)`, with the loss divided by the batches that are accumulated, and scaled where the precision needs it.
 
-        With `learning_rate=` it is `lomo_backward`.
+        With `learning_rate=` it is `lomo_backward`. With `scale_wrt_gas=False`, a word of DeepSpeed's, the loss is one that the script has
+        divided.
         """
         if "learning_rate" in kwargs:
             self.lomo_backward(loss, **kwargs)
             return
         strategy, state = self.strategy, self.gradient_state
-        if strategy.divides_losses:
+        if strategy.divides_losses and kwargs.pop("scale_wrt_gas", True):
             steps = state.num_steps
             if steps > 1:
                 loss = loss / steps

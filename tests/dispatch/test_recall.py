@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 
 import pytest
@@ -11,7 +12,7 @@ from dispatch_models import FileStore
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bigmodel.dispatch import dispatch, update_parameter
+from bigmodel.dispatch import dispatch, placement, update_parameter
 from bigmodel.errors import DispatchError
 
 
@@ -80,6 +81,22 @@ def test_gradients_with_checkpointing(tmp_path, execution_device, reentrant):
 
     for own, theirs in zip(gradients(model, x, through), gradients(plain, x), strict=True):
         assert torch.equal(own, theirs)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_block_that_checkpoints_its_own_forward(tmp_path, execution_device, reentrant, monkeypatch):
+    """The hooks of the block are outside then, as in transformers: the backward reads weights that nobody brings."""
+
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(functools.partial(own, self), x, use_reentrant=reentrant)
+
+    own = Block.forward
+    monkeypatch.setattr(Block, "forward", forward)
+    plain, model = offloaded(tmp_path, execution_device)
+    x = torch.randn(5, 64)
+    for own_gradient, theirs in zip(gradients(model, x), gradients(plain, x), strict=True):
+        assert torch.equal(own_gradient, theirs)
+    assert placement(model).outside_reads == {}
 
 
 def test_saved_tensor_hooks_around_the_model_get_the_activations(tmp_path, execution_device):

@@ -1,4 +1,4 @@
-"""A distribution named accelerate, of which every module is bigmodel's: what transformers finds when it looks for the library it is written for.
+"""A distribution named accelerate, of which every module is bigmodel's: what transformers finds when it looks for its training library.
 
 It exists for tests alone, in a temporary folder that subprocesses have on their path. bigmodel installs nothing under another name.
 """

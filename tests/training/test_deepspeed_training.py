@@ -44,14 +44,19 @@ def fresh() -> None:
     GradientState._reset_state()
 
 
-def loop(accelerator: Accelerator, parts: tuple[Any, ...], batches: int | None = None, max_norm: float | None = None) -> list[float]:
-    """Mean losses over the processes, and norms of gradients, of a pass over the data."""
+def loop(
+    accelerator: Accelerator, parts: tuple[Any, ...], batches: int | None = None, max_norm: float | None = None, divides: bool = False
+) -> list[float]:
+    """Mean losses over the processes, and norms of gradients, of a pass over the data. With `divides`, the script divides losses."""
     model, optimizer, loader, scheduler = parts
     seen = []
     for number, (inputs, targets) in enumerate(loader):
         with accelerator.accumulate(model):
             loss = nn.functional.mse_loss(model(inputs), targets)
-            accelerator.backward(loss)
+            if divides:
+                accelerator.backward(loss / accelerator.gradient_accumulation_steps, scale_wrt_gas=False)
+            else:
+                accelerator.backward(loss)
             if max_norm is not None and accelerator.sync_gradients:
                 norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 seen.append(float(norm))
@@ -80,14 +85,14 @@ def alone(steps: int, max_norm: float | None = None, epochs: int = 1) -> list[fl
     return [value for _ in range(epochs) for value in loop(accelerator, parts, max_norm=max_norm)]
 
 
-def with_deepspeed(steps: int, stage: int, max_norm: float | None, **fields: Any) -> list[float]:
+def with_deepspeed(steps: int, stage: int, max_norm: float | None, divides: bool = False, **fields: Any) -> list[float]:
     fresh()
     plugin = DeepSpeedPlugin(zero_stage=stage, **fields)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, deepspeed_plugin=plugin)
     parts = prepared(accelerator, 4)
     assert plugin.get_value("train_micro_batch_size_per_gpu") == 4
     assert plugin.get_value("train_batch_size") == 4 * steps * 2
-    return loop(accelerator, parts, max_norm=max_norm) + loop(accelerator, parts, max_norm=max_norm)
+    return [value for _ in range(2) for value in loop(accelerator, parts, max_norm=max_norm, divides=divides)]
 
 
 @pytest.mark.parametrize(
@@ -96,6 +101,7 @@ def with_deepspeed(steps: int, stage: int, max_norm: float | None, **fields: Any
         (2, 1, None, {}),
         (2, 4, 0.5, {}),  # the last two of six batches are a step
         (2, 2, 0.5, {"gradient_clipping": 0.5}),
+        (2, 2, 0.5, {"divides": True}),
         (2, 2, 0.5, {"offload_optimizer_device": "cpu"}),
         (3, 2, 0.5, {}),
         (1, 2, 0.5, {}),

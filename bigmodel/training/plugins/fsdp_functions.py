@@ -167,7 +167,7 @@ def _is_peft_model(model: nn.Module) -> bool:
 
 
 def _adapters(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Those values of `state` that are the model's adapters, under the same names: PEFT, which tells them, would leave the adapter's out."""
+    """Those values of `state` that are the model's adapters, under the same names: PEFT, which tells them, renames them."""
     from peft import get_peft_model_state_dict
 
     if not state:  # another process has the values
