@@ -102,8 +102,8 @@ class Origin:
         """An origin that keeps its own copy of `value` in RAM."""
         if value.device.type == "meta":
             raise DispatchError(
-                f"{like.label} was given a tensor on meta, which has no values (a tensor made on an offloaded `weight.device` is one): do it "
-                "in `with bigmodel.execution_devices():`, where weights answer the device that computes, or undispatch the model first."
+                f"{like.label} was given a tensor on meta, which has no values (a tensor made on an offloaded `weight.device` is one): "
+                "do it in `with bigmodel.execution_devices():`, where weights answer the device that computes, or undispatch the model."
             )
         check_not_transformed(like.label, value)
         with torch.inference_mode(False):
