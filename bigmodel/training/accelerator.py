@@ -30,6 +30,7 @@ from .argument_types import refuse_wrong_arguments
 from .configuration import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
 from .data import prepare_data_loader, skip_first_batches
 from .enums import DynamoBackend, PrecisionType, RNGType
+from .float8 import refuse_without_float8
 from .gradient_state import GradientState
 from .handlers import (
     AutocastKwargs,
@@ -62,8 +63,8 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
     Args:
         device_placement: `prepare` moves models and batches to this process's device.
         split_batches: as in `DataLoaderConfiguration`, which may be given instead.
-        mixed_precision: `"no"`, `"fp16"` or `"bf16"`: what forwards compute in; outputs, weights and gradients stay in float32. None: the
-            environment's `BIGMODEL_MIXED_PRECISION`, else `"no"`.
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"`, or `"fp8"` (linear layers of torchao, the rest in bfloat16): what forwards compute in;
+            outputs, weights and gradients stay in float32. None: the environment's `BIGMODEL_MIXED_PRECISION`, else `"no"`.
         gradient_accumulation_steps: batches whose gradients are added up before the optimizer steps, inside `accumulate`.
         cpu: compute on the CPU although there is an accelerator.
         dataloader_config: how data loaders are prepared.
@@ -141,6 +142,13 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
             **plugins,
             **({} if self.init_handler is None else self.init_handler.to_kwargs()),
         )
+        if self.mixed_precision == PrecisionType.FP8:
+            try:
+                refuse_without_float8(self)
+            except TrainingError:
+                if not settled:  # the next Accelerator in a notebook may be another
+                    AcceleratorState._reset_state()
+                raise
         self.gradient_state = GradientState(accumulation)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer

@@ -30,13 +30,13 @@ class SettingsProperties:
 
     @property
     def mixed_precision(self) -> str:
-        """What forwards compute in: `"no"`, `"fp16"`, `"bf16"`."""
+        """What forwards compute in: `"no"`, `"fp16"`, `"bf16"`, `"fp8"`."""
         return self.state.mixed_precision
 
     @property
     def native_amp(self) -> bool:
         """Whether forwards run under torch's autocast."""
-        return self.state.mixed_precision in (PrecisionType.FP16, PrecisionType.BF16)
+        return self.state.mixed_precision in (PrecisionType.FP16, PrecisionType.BF16, PrecisionType.FP8)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

@@ -11,6 +11,7 @@ from ..settings import environment_flag, read_variable
 from ..text import kind_text
 from .configuration import DataLoaderConfiguration, GradientAccumulationPlugin, TorchDynamoPlugin, checked_steps
 from .enums import DynamoBackend, PrecisionType
+from .float8 import refuse_without_torchao
 from .handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -53,13 +54,10 @@ class Handlers:
 
 
 def checked_precision(mixed_precision: PrecisionType | str | None) -> str | None:
-    """The precision as a word. Raises `TrainingError` for one that no forward here computes in."""
+    """The precision as a word. Raises `MissingPackageError` for one whose library is not installed."""
     word = mixed_precision or read_variable("MIXED_PRECISION")
     if word is not None and str(word).lower() == PrecisionType.FP8:
-        raise TrainingError(
-            "mixed_precision='fp8': Accelerator does not put layers that compute in 8 bits into a model. "
-            "Use 'bf16', and a model that has such layers."
-        )
+        refuse_without_torchao()
     return None if mixed_precision is None else str(mixed_precision)
 
 

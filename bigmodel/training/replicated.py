@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..dispatch import LazyTensor, dispatched
 from ..errors import TrainingError
 from .compiling import compile_model
+from .enums import PrecisionType
+from .float8 import compute_in_float8
 from .handlers import DistributedDataParallelKwargs
 from .mixed_precision import get_mixed_precision_context_manager
 from .nested import convert_outputs_to_fp32
@@ -87,6 +89,8 @@ def compute_in_precision(accelerator: Accelerator, model: nn.Module) -> None:
     """Forwards of the model run under autocast and give their outputs in float32, where the accelerator's precision is a half one."""
     if not accelerator.native_amp:
         return
+    if accelerator.mixed_precision == PrecisionType.FP8:
+        compute_in_float8(model)
     # A model that was prepared before, by an Accelerator of other settings, has its own forward there.
     forward = model.__dict__.get("_original_forward", model.forward)
     autocast: Any = get_mixed_precision_context_manager(True, accelerator.autocast_handler)

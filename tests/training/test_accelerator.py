@@ -254,7 +254,6 @@ def test_a_second_accelerator_trains_as_the_first() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mixed_precision": "fp8"}, "8 bits"),
         ({"mixed_precision": "int4"}, "int4"),
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, "two AutocastKwargs"),
         ({"kwargs_handlers": [KwargsHandler()]}, "KwargsHandler, which nothing here uses"),
