@@ -77,7 +77,7 @@ def test_sharded_models_compute_in_8_bits() -> None:
 @with_torchao
 def test_a_model_without_such_layers_is_refused() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="fp8")
-    with pytest.raises(TrainingError, match="of the 2 linear layers of Sequential none can multiply in 8 bits.*multiples of 16.*'bf16'"):
+    with pytest.raises(TrainingError, match=r"of the 2 linear layers of Sequential none can multiply in 8 bits.*multiples of 16.*'bf16'"):
         accelerator.prepare(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
 
 
@@ -88,7 +88,7 @@ def test_devices_and_engines_that_cannot_are_named(monkeypatch: pytest.MonkeyPat
     assert float8._multiplies(torch.device("cpu"))
     assert not float8._multiplies(torch.device("meta"))
     monkeypatch.setattr(float8, "_multiplies", lambda device: False)
-    with pytest.raises(TrainingError, match="cpu does not multiply matrices in 8 bits.*Use 'bf16'"):
+    with pytest.raises(TrainingError, match=r"cpu does not multiply matrices in 8 bits.*Use 'bf16'"):
         Accelerator(cpu=True, mixed_precision="fp8")
     assert Accelerator(cpu=True, mixed_precision="bf16").mixed_precision == "bf16"  # nothing is settled by what was refused
 
