@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
 from typing import Any
 
@@ -26,7 +26,7 @@ from .accelerator_settings import (
 from .accelerator_state import AcceleratorState
 from .accelerator_tracking import TrackingMethods
 from .accumulating import Accumulation
-from .argument_types import refuse_wrong_arguments
+from .argument_types import refuse_wrong_arguments, wrong_thing
 from .configuration import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
 from .data import prepare_data_loader, skip_first_batches
 from .enums import DynamoBackend, PrecisionType, RNGType
@@ -190,6 +190,8 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
         """A model on its device, in its precision, with gradients over all processes (not with `evaluation_mode`), and compiled."""
         known = self._prepared_models.get(id(model))
         if known is None:
+            if not isinstance(model, nn.Module):
+                raise wrong_thing("prepare_model", "a model (nn.Module)", model)
             known = self.strategy.prepare_model(
                 model, self.device_placement if device_placement is None else device_placement, evaluation_mode
             )
@@ -214,6 +216,8 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
         """A loader that gives this process its share of the batches, on its device, and tells where a loop over it ends."""
         if any(each is data_loader for each in self._dataloaders):
             return data_loader
+        if not hasattr(data_loader, "dataset"):
+            raise wrong_thing("prepare_data_loader", "a DataLoader", data_loader)
         ready = prepare_data_loader(
             data_loader,
             self.device,
@@ -289,6 +293,8 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
         With `learning_rate=` it is `lomo_backward`. With `scale_wrt_gas=False`, a word of DeepSpeed's, the loss is one that the script has
         divided.
         """
+        if not isinstance(loss, torch.Tensor):
+            raise wrong_thing("backward", "a loss that is a tensor", loss, "give its `loss`" if hasattr(loss, "loss") else "")
         if "learning_rate" in kwargs:
             self.lomo_backward(loss, **kwargs)
             return
@@ -319,14 +325,17 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
 
         Where gradients are accumulated, call it if `sync_gradients`.
         """
-        parameters = self._unscaled(parameters)
+        parameters = self._unscaled(parameters, "clip_grad_norm_")
         return self.strategy.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Cuts every gradient to `[-clip_value, clip_value]`. Where gradients are accumulated, call it if `sync_gradients`."""
-        self.strategy.clip_grad_value_(self._unscaled(parameters), clip_value)
+        self.strategy.clip_grad_value_(self._unscaled(parameters, "clip_grad_value_"), clip_value)
 
-    def _unscaled(self, parameters: Any) -> list[torch.Tensor]:
+    def _unscaled(self, parameters: Any, function: str) -> list[torch.Tensor]:
+        if isinstance(parameters, nn.Module) or not isinstance(parameters, Iterable):
+            advice = "give `model.parameters()`" if isinstance(parameters, nn.Module) else ""
+            raise wrong_thing(function, "parameters", parameters, advice)
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self.loss_scale is not None:
             self.loss_scale.unscale(self._optimizers, parameters, self.sync_gradients)

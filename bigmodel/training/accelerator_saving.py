@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import TrainingError
 from .accelerator_state import AcceleratorState
+from .argument_types import wrong_thing
 from .checkpoint import load_training_state, save_training_state
 from .checkpoint_folder import together
 from .configuration import ProjectConfiguration
@@ -121,10 +122,14 @@ class SavingMethods:
     ) -> None:
         """`bigmodel.save_model` of a model, prepared or not: shards that other programs read. All processes call it."""
         with together("save_model"):
+            if not isinstance(model, nn.Module):
+                raise wrong_thing("save_model", "a model (nn.Module)", model)
             self.strategy.save_weights(model, Path(save_directory), max_shard_size, safe_serialization)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """All values of the model, complete in the main process; names are those of the unwrapped model, or with `unwrap=False` its own."""
+        if not isinstance(model, nn.Module):
+            raise wrong_thing("get_state_dict", "a model (nn.Module)", model)
         return self.strategy.state_dict(model, unwrap)
 
     def register_for_checkpointing(self, *objects: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final, Union, cast
 from ..errors import WrongTypeError
 from ..text import kind_text
 
-__all__ = ["refuse_wrong_arguments", "refuse_wrong_fields"]
+__all__ = ["refuse_wrong_arguments", "refuse_wrong_fields", "wrong_thing"]
 
 WORDS: Final[dict[Any, list[str]]] = {
     bool: ["True", "False"],
@@ -51,6 +51,12 @@ def refuse_wrong_arguments(function: Callable[..., Any], owner: str, arguments: 
     for name, hint in _hints(function).items():
         if name in arguments:
             _refuse(f"{owner}({name}=", arguments[name], hint)
+
+
+def wrong_thing(function: str, takes: str, thing: Any, advice: str = "") -> WrongTypeError:
+    """The error about an argument of another kind: who takes it, what it takes, and at the end what to give instead."""
+    got = f"the class {thing.__name__}" if isinstance(thing, type) else kind_text(thing)
+    return WrongTypeError(f"{function} takes {takes}, not {got}{f': {advice}' if advice else ''}.")
 
 
 def _refuse(beginning: str, value: Any, hint: Any) -> None:

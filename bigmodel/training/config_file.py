@@ -17,6 +17,7 @@ from ..devices import accelerators, collective_name
 from ..errors import TrainingError
 from ..settings import PREFIXES
 from .enums import ComputeEnvironment, DistributedType, PrecisionType
+from .environment import LAST_PORT
 
 __all__ = ["DEFAULT_CONFIG_FILE", "LaunchSettings", "launch_environment", "read_launch_settings", "write_basic_config"]
 
@@ -96,6 +97,8 @@ class LaunchSettings:
             )
         if not 0 <= self.machine_rank < self.num_machines:
             raise TrainingError(f"machine_rank is {self.machine_rank} of {self.num_machines} machines, counted from 0.")
+        if not 0 <= (self.main_process_port or 0) <= LAST_PORT:
+            raise TrainingError(f"main_process_port is {self.main_process_port}: ports are 0 to {LAST_PORT}.")
         if self.num_machines > 1 and self.main_process_ip is None:
             raise TrainingError(f"{self.num_machines} machines need main_process_ip, the address of machine 0.")
 

@@ -41,6 +41,7 @@ LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRA
 LOCAL_WORLD_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
 
 MAIN_PORT = 29500
+LAST_PORT = 2**16 - 1
 """Where the processes of a job meet unless told otherwise; torchrun's default."""
 
 OLDEST_KERNEL = (5, 5, 0)
@@ -178,9 +179,12 @@ def _purge_tests(cls: type) -> None:
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Whether something listens on this host's `port`; None: 29500, where processes meet by default."""
+    """Whether something listens on this host's `port`; None: 29500, where processes meet by default. Raises `TrainingError` for no port."""
+    number = MAIN_PORT if port is None else int(port)
+    if not 0 <= number <= LAST_PORT:
+        raise TrainingError(f"port is {number}: ports are 0 to {LAST_PORT}.")
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        return probe.connect_ex(("localhost", MAIN_PORT if port is None else int(port))) == 0
+        return probe.connect_ex(("localhost", number)) == 0
 
 
 def get_free_port() -> int:

@@ -13,6 +13,7 @@ import torch
 
 from ..devices import clear_device_cache
 from ..errors import TrainingError
+from .argument_types import refuse_wrong_arguments
 
 __all__ = ["convert_bytes", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
 
@@ -89,6 +90,7 @@ def find_executable_batch_size(
         TrainingError: no size fits, down to 1, from the last failure; or a size from `reduce_batch_size_fn` that is no smaller one.
             Whatever `function` raises for other reasons passes through.
     """
+    refuse_wrong_arguments(find_executable_batch_size, "find_executable_batch_size", locals())
     if function is None:
         return partial(find_executable_batch_size, starting_batch_size=starting_batch_size, reduce_batch_size_fn=reduce_batch_size_fn)
     batch_size = starting_batch_size
@@ -124,15 +126,17 @@ def _refuse_a_batch_size(function: Callable[..., Any], args: tuple[Any, ...], kw
     try:
         signature.bind(0, *args, **kwargs)
     except TypeError as error:
+        name = getattr(function, "__name__", repr(function))
+        right = f"`{name}({', '.join(list(signature.parameters)[1:])})`"
         try:
             signature.bind(*args, **kwargs)
         except TypeError:
-            raise error from None
-        name = getattr(function, "__name__", repr(function))
-        own = list(signature.parameters)[1:]
+            raise TypeError(
+                f"{right} cannot be called so: {error}. The batch size is not among the arguments: the decorator gives it."
+            ) from None
         raise TypeError(
             f"Batch size was passed into `{name}` as the first argument when called. Remove this, as the decorator already does so: "
-            f"`{name}({', '.join(own)})`."
+            f"{right}."
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ..errors import TrainingError
+from .argument_types import wrong_thing
 from .optimizer import AcceleratedOptimizer
 from .scheduler import AcceleratedScheduler
 
@@ -58,6 +60,8 @@ def prepared_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimize
     known = _known(accelerator._optimizers, "optimizer", optimizer)
     if known is not None:
         return known
+    if not all(hasattr(optimizer, name) for name in ("step", "zero_grad", "param_groups")):
+        raise wrong_thing("prepare_optimizer", "an optimizer (step, zero_grad, param_groups)", optimizer)
     accelerator.strategy.adopt_parameters(optimizer)
     scale = accelerator.loss_scale
     ready = AcceleratedOptimizer(
@@ -75,6 +79,8 @@ def prepared_scheduler(accelerator: Accelerator, scheduler: Any) -> AcceleratedS
     known = _known(accelerator._schedulers, "scheduler", scheduler)
     if known is not None:
         return known
+    if not hasattr(scheduler, "step"):
+        raise wrong_thing("prepare_scheduler", "a scheduler (step)", scheduler)
     own = getattr(scheduler, "optimizer", None)
     followed = [each for each in accelerator._optimizers if own is each or own is each.optimizer] or list(accelerator._optimizers)
     ready = AcceleratedScheduler(
@@ -86,9 +92,16 @@ def prepared_scheduler(accelerator: Accelerator, scheduler: Any) -> AcceleratedS
 
 @contextlib.contextmanager
 def even_batches_set(loaders: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
-    """Prepared loaders fill up their last batches, or do not, for a while; None changes nothing."""
+    """Prepared loaders fill up their last batches, or do not, for a while; None changes nothing. Warns of loaders that cannot."""
     samplers: list[Any] = [] if even_batches is None else [getattr(loader, "batch_sampler", None) for loader in loaders]
     changed = [(sampler, sampler.even_batches) for sampler in samplers if hasattr(sampler, "even_batches")]
+    fixed = len(samplers) - len(changed)
+    if fixed:
+        warnings.warn(
+            f"even_batches={even_batches} is only supported for map-style datasets that every process reads: {fixed} of {len(samplers)} "
+            "prepared loaders read a stream, or are read by the main process, and stay as they are.",
+            stacklevel=4,
+        )
     for sampler, _ in changed:
         sampler.even_batches = even_batches
     try:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ..devices import accelerator_type, accelerators, machine_text, random_state, set_random_state, use_deterministic_algorithms
 from ..errors import TrainingError
+from .argument_types import refuse_wrong_arguments
 from .enums import RNGType
 from .state import PartialState
 
@@ -34,6 +35,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         device_specific: another seed on each process: `seed` and the process's rank.
         deterministic: torch uses algorithms that repeat their results where it has them, which can be slower.
     """
+    refuse_wrong_arguments(set_seed, "set_seed", locals())
     if device_specific:
         seed += PartialState().process_index
     random.seed(seed)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import wraps
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -113,6 +113,17 @@ class PartialState:
             f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
             f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
         )
+
+    if not TYPE_CHECKING:  # or every name would be right
+
+        def __getattr__(self, name: str) -> Any:  # where nothing else has the name
+            if self.initialized or name.startswith("_"):
+                return object.__getattribute__(self, name)
+            kind = type(self).__name__
+            raise AttributeError(
+                f"`{kind}` object has no attribute {name!r}. This happens if `{kind}._reset_state()` was called: make an Accelerator or a "
+                f"{kind} again before its settings are asked for."
+            )
 
     @property
     def initialized(self) -> bool:

@@ -137,7 +137,9 @@ class Strategy:
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Cuts every gradient to `[-clip_value, clip_value]`."""
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
+        if with_gradients:  # torch does not take none at all
+            torch.nn.utils.clip_grad_value_(with_gradients, clip_value)
 
     def unwrap(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
         """The user's own model."""

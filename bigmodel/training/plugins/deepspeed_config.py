@@ -11,7 +11,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Final
 
-from ...errors import TrainingError
+from ...errors import TrainingError, WrongTypeError
 from ...text import kind_text
 
 __all__ = ["AUTO", "HfDeepSpeedConfig", "leaves"]
@@ -39,6 +39,8 @@ class HfDeepSpeedConfig:
     def __init__(self, config_file_or_dict: Mapping[str, Any] | str | PathLike[str]):
         if isinstance(config_file_or_dict, Mapping):
             self.config: dict[str, Any] = copy.deepcopy(dict(config_file_or_dict))
+        elif not isinstance(config_file_or_dict, (str, PathLike)):
+            raise WrongTypeError(f"The DeepSpeed config is a JSON file's path or a dict, not {kind_text(config_file_or_dict)}.")
         else:
             self.config = _read(fspath(config_file_or_dict))
 

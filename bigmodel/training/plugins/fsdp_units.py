@@ -33,7 +33,11 @@ def ignored_modules(model: nn.Module, plugin: FullyShardedDataParallelPlugin) ->
     if wanted is None:
         return []
     if isinstance(wanted, str):
-        found = [module for name, module in model.named_modules() if re.fullmatch(wanted, name)]
+        try:
+            pattern = re.compile(wanted)
+        except re.error as error:
+            raise TrainingError(f"ignored_modules={wanted!r} is no regular expression: {error}.") from error
+        found = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
         if not found:
             raise TrainingError(f"ignored_modules={wanted!r} matches the whole name of no module of {type(model).__name__}.")
     else:
