@@ -42,6 +42,7 @@ from .modules import named_module_tensors
 from .placing import DeviceMap, Placing, find_placing, main_device_of, refuse_absent
 from .planning import check_device_map, convert_file_size_to_int, infer_auto_device_map
 from .protocols import Store
+from .quantization import packed_layers
 from .quantizing import quantized_load, warn_of_silent_config
 from .resting import folder_store, own_tensors, store_for
 
@@ -332,8 +333,9 @@ def save_model(
 ) -> list[Path]:
     """Writes the state dict of any model, offloaded or not, to `folder`, with one tensor in memory at a time. Returns the files.
 
-    `max_shard_size` is in bytes or as "5GB". Ties are saved once. Packed weights are saved packed; a `config.json` in `folder` that does
-    not say so is warned about. Files appear together when all are complete; see `loading.save_model`.
+    `max_shard_size` is in bytes or as "5GB". Ties are saved once. Packed weights are saved packed, with checksums by which loading sees
+    damage; a `config.json` in `folder` that does not say that they are packed is warned about. Files appear together when all are complete;
+    see `loading.save_model`.
     """
     state = model.state_dict(keep_vars=True)
     files = write_model(
@@ -343,6 +345,7 @@ def save_model(
         safe_serialization,
         metadata,
         fetch=lambda name: values_of(state[name]),
+        checksums=bool(packed_layers(model)),
     )
     warn_of_silent_config(model, Path(folder))
     return files

@@ -23,7 +23,7 @@ def inspect(
     checkpoint: Annotated[str, typer.Argument(help="A file, folder or *.index.json, a repository on the hub (owner/name), or a URL.")],
     depth: Annotated[int, typer.Option(help="How many levels of module names to show.", min=1)] = 2,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Compare every file's hash with what the hub has recorded.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare every file with the hub's hash, or its own checksums.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tensors, bytes by dtype and by module, and health: every header is checked (lengths, holes, overlaps, index against files)."""

@@ -29,7 +29,7 @@ def load(
         ),
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Read headers only, and say what would happen.")] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Compare every file's hash with what the hub has recorded.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare every file with the hub's hash, or its own checksums.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Whether tensors that the model has no use for are an error.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

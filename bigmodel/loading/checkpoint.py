@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import CheckpointError
+from .checksum import checksums_in
 from .choose import format_of
 from .entry import Entry, FileIdentity, Sharded
 from .formats import Format, Header
@@ -54,7 +55,7 @@ class Checkpoint:
         safetensors or GGUF.
 
         `verify` reads every file once and compares its hash with what the hub has recorded for it, or with a given one (file name →
-        SHA-256, or git's SHA-1, in hexadecimal digits).
+        SHA-256, or git's SHA-1, in hexadecimal digits). Files of packed weights that bigmodel wrote are compared with their own checksums.
 
         `keep` is for repositories on the hub: a file that is read for the most part is completed in the hub's cache, and compared with the
         hash that the hub has recorded, so that the next time it is on this machine.
@@ -74,7 +75,7 @@ class Checkpoint:
         metadata = dict(item for header in reversed(headers) for item in header.metadata.items())
         checkpoint = cls(entries, parts.location, format_.name, files, metadata, local | remote)
         if verify:
-            verify_files(files, None if isinstance(verify, bool) else verify)
+            verify_files(files, None if isinstance(verify, bool) else verify, summed=checkpoint._summed())
         checkpoint.check_unchanged()
         return checkpoint
 
@@ -82,6 +83,14 @@ class Checkpoint:
     def total_bytes(self) -> int:
         """Bytes of all tensors, as they would lie contiguous in memory."""
         return sum(entry.numel * entry.dtype.itemsize for entry in self.entries.values())
+
+    def _summed(self) -> dict[CheckpointFile, dict[Entry, str]]:
+        """The files of whose tensors all checksums are known, with these."""
+        sums = checksums_in(self.metadata)
+        entries: dict[CheckpointFile, list[Entry]] = {}
+        for entry in self.entries.values():
+            entries.setdefault(entry.file, []).append(entry)
+        return {file: {entry: sums[entry.name] for entry in own} for file, own in entries.items() if all(each.name in sums for each in own)}
 
     def check_unchanged(self) -> None:
         """Raises `CheckpointError` when a file on this machine is no longer the one whose header was read, naming it.

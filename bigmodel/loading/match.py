@@ -15,6 +15,7 @@ from ..errors import MatchError
 from ..modules import get_non_persistent_buffers, tensor_aliases
 from ..protocols import TensorSpec
 from .checkpoint import Checkpoint
+from .checksum import checksums_in
 from .entry import Entry, FileIdentity
 from .extra_state import JSON_TEXT, ExtraState, extra_state_takers
 from .keys import KeepsScales, KeyRules, SameNames, Source, Whole
@@ -62,6 +63,8 @@ class Match:
     """The checkpoint's files as they were when it was opened."""
     extra_states: Mapping[str, ExtraState]
     """What fills the extra states of modules, by name in the state dict."""
+    checksums: Mapping[str, str]
+    """Of entries, by name, where the checkpoint has them."""
 
     def check(self, *, strict: bool = False, allow_empty_buffers: bool = False) -> None:
         """Raises `MatchError` with everything that would leave the model wrong; `strict` refuses unexpected and kept names too."""
@@ -210,6 +213,7 @@ def match(
         available=entries,
         identities=checkpoint.identities,
         extra_states=extra_states,
+        checksums=checksums_in(checkpoint.metadata),
     )
 
 

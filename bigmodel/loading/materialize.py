@@ -19,6 +19,7 @@ from ..modules import get_non_persistent_buffers, owner_of
 from ..progress import Progress, ProgressCallback
 from ..protocols import Packer, TensorSpec
 from ..text import bytes_text
+from .checksum import check_tensors
 from .exchange import several_processes
 from .extra_state import ExtraStates, set_extra_states
 from .host_memory import empty_tensors
@@ -94,7 +95,8 @@ def materialize(
     private, and a file that changes later changes nothing. `reading` is how files are read, see `Reading`.
 
     On any error, Ctrl-C included, the model is what it was. Raises `PlanError`, `MatchError` for tensors that nothing fills and that a map
-    sends somewhere although they are on meta, and `CheckpointError` when a file has changed since it was opened.
+    sends somewhere although they are on meta, and `CheckpointError` when a file has changed since it was opened, or holds other bytes than
+    were written to it (`checksum`).
     """
     started = time.perf_counter()
     if reading not in READINGS:
@@ -152,6 +154,7 @@ def materialize(
     try:
         with Progress(total, "Loading", show=progress, callback=progress_callback) as bar:
             bytes_read = reader.read([*jobs, *extra.jobs], bar, fresh=True)
+            check_tensors(jobs, match.checksums)
             if packer is not None and weights:
                 places = {name: targets.get(keys[name]) for name in weights}
                 packed = bring_packed(reader, weights, places, packer, packed_file, kept_before, bar)

@@ -17,6 +17,7 @@ from ..errors import CheckpointError
 from ..progress import Progress
 from ..protocols import Packer, TensorSpec
 from .checkpoint import Checkpoint
+from .checksum import check_tensors, checksums_in
 from .entry import Entry, FileIdentity
 from .host_memory import empty_tensor
 from .keys import Whole
@@ -98,7 +99,7 @@ def bring_packed(
 ) -> PackedWeights:
     """Packs the weights, each for its device (None: it rests on disk), or reads them from `kept`. All of them are kept in `file`, if given.
 
-    Raises `CheckpointError` when the file cannot be written.
+    Raises `CheckpointError` when the file cannot be written, or holds other bytes than were.
     """
     if kept is not None:
         return _read_kept(weights, devices, packer, kept, progress)
@@ -116,6 +117,8 @@ def bring_packed(
                 if each in written:
                     target.write(each, tensors[each])  # type: ignore[union-attr]
             result.tensors[name] = {each: tensor.to(META) for each, tensor in tensors.items()} if devices[name] is None else tensors
+        if target is not None:
+            target.finish()
     if written:
         assert file is not None
         _rest(result, weights, devices, Checkpoint.open(file))
@@ -148,6 +151,7 @@ def _read_kept(
         result.bytes_read = reader.read(jobs, progress)
     finally:
         reader.close()
+    check_tensors(jobs, checksums_in(kept.metadata))
     _rest(result, weights, devices, kept)
     return result
 

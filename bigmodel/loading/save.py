@@ -21,6 +21,7 @@ from ..constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_PATTERN_NAME, WEIG
 from ..errors import CheckpointError
 from ..protocols import TensorSpec
 from ..text import kind_text
+from .checksum import checksum, noted, room_for
 from .extra_state import JSON_TEXT, is_extra_state, text_tensor
 from .formats.safetensors import lay_out
 from .formats.torch_zip import TorchZipFormat
@@ -42,6 +43,7 @@ def save_model(
     metadata: Mapping[str, str] | None = None,
     *,
     fetch: Fetch | None = None,
+    checksums: bool = False,
 ) -> list[Path]:
     """Writes the state dict of `model` to `folder`: `model.safetensors`, or numbered shards and `model.safetensors.index.json`.
 
@@ -50,6 +52,7 @@ def save_model(
         safe_serialization: False writes torch's format (`pytorch_model.bin`).
         metadata: added to the files' own.
         fetch: gives the values of a name in the state dict, for models whose weights are elsewhere; by default the tensor itself.
+        checksums: whether safetensors files say in their metadata what the sum of each tensor's bytes is, so that loading sees damage.
 
     Names of one tensor (ties, and views of the same memory) are saved once; the files' metadata maps the other names to the one that is
     there, as `safetensors.torch.save_model` does, and loading fills them from it. Extra states of modules are saved too, see `extra_state`.
@@ -91,7 +94,7 @@ def save_model(
             own |= dict.fromkeys((each for each in texts if each in shard), JSON_TEXT)
             if safe_serialization:
                 with open(temporary / name, "wb", buffering=0) as stream:
-                    write_safetensors(stream, shard, fetch, {**(metadata or {}), **own})
+                    write_safetensors(stream, shard, fetch, {**(metadata or {}), **own}, checksums=checksums)
             else:
                 _write_torch(temporary / name, shard, fetch, own)
         if len(shards) > 1:
@@ -170,17 +173,28 @@ def _fetched(fetch: Fetch, name: str, spec: TensorSpec) -> torch.Tensor:
     return tensor
 
 
-def write_safetensors(stream: BinaryIO, specs: Mapping[str, TensorSpec], fetch: Fetch, metadata: Mapping[str, str]) -> None:
+def write_safetensors(
+    stream: BinaryIO, specs: Mapping[str, TensorSpec], fetch: Fetch, metadata: Mapping[str, str], *, checksums: bool = False
+) -> None:
     """Writes a whole safetensors file of PyTorch's to `stream`, from one end to the other, with one tensor in memory at a time.
+
+    With `checksums` (of a stream that can seek) the header is written again at the end.
 
     Raises `CheckpointError` for a dtype that the format lacks, and for values that `fetch` gives with another shape or dtype.
     """
-    beginning, offsets = lay_out(specs, {"format": "pt", **metadata})
+    metadata = {"format": "pt", **metadata}
+    beginning, offsets = lay_out(specs, {**metadata, **(room_for(specs) if checksums else {})})
     write_all(stream, beginning)
+    sums: dict[str, str] = {}
     for name in offsets:
-        if _nbytes(specs[name]):
-            for part in byte_parts(_fetched(fetch, name, specs[name])):
-                write_all(stream, part)
+        value = _fetched(fetch, name, specs[name]) if _nbytes(specs[name]) else torch.empty(0)
+        if checksums:
+            sums[name] = checksum(value)
+        for part in byte_parts(value):
+            write_all(stream, part)
+    if checksums:
+        stream.seek(0)
+        write_all(stream, lay_out(specs, {**metadata, **noted(sums)})[0])
 
 
 def _write_torch(file: Path, specs: Mapping[str, TensorSpec], fetch: Fetch, aliases: Mapping[str, str]) -> None:

@@ -9,6 +9,7 @@ from typing import BinaryIO, Final
 import torch
 
 from ..protocols import TensorSpec
+from .checksum import checksum, noted, room_for
 from .formats.safetensors import lay_out
 
 __all__ = ["TensorFile", "byte_parts"]
@@ -25,19 +26,26 @@ def byte_parts(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 class TensorFile:
-    """Writes tensors of known shapes and dtypes to a stream (unbuffered, seekable)."""
+    """Writes tensors of known shapes and dtypes to a stream (unbuffered, seekable), and their checksums into its header."""
 
     def __init__(self, stream: BinaryIO, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> None:
         self._descriptor = stream.fileno()
-        beginning, self._offsets = lay_out(specs, metadata)
+        self._specs, self._metadata = specs, metadata
+        self._checksums: dict[str, str] = {}
+        beginning, self._offsets = lay_out(specs, {**metadata, **room_for(specs)})
         self._write(beginning, 0)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Writes the bytes of `name`. Raises KeyError for a name that the header lacks."""
         offset = self._offsets[name]
+        self._checksums[name] = checksum(tensor)
         for part in byte_parts(tensor):
             self._write(part, offset)
             offset += part.nbytes
+
+    def finish(self) -> None:
+        """Notes the checksums of the tensors, all of which have been written."""
+        self._write(lay_out(self._specs, {**self._metadata, **noted(self._checksums)})[0], 0)
 
     def _write(self, data: bytes | memoryview, offset: int) -> None:
         rest = memoryview(data).cast("B")

@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from ..errors import CheckpointError
 from ..progress import Progress
+from .checksum import Checksum, mismatch
+from .entry import Entry
 from .location import CheckpointFile, RemoteFile
 from .workers import in_order
 
@@ -30,8 +34,13 @@ class _Expected:
     """Who says so, for messages."""
 
 
-def verify_files(files: Sequence[CheckpointFile], given: Mapping[str, str] | None = None, progress: bool | None = None) -> None:
-    """Reads every file and compares its hash.
+def verify_files(
+    files: Sequence[CheckpointFile],
+    given: Mapping[str, str] | None = None,
+    progress: bool | None = None,
+    summed: Mapping[CheckpointFile, Mapping[Entry, str]] | None = None,
+) -> None:
+    """Reads every file and compares its hash, or those of which no hash is known with the checksums of their tensors (`summed`).
 
     `given` (file name → SHA-256, 64 hexadecimal digits, or git's SHA-1, 40) wins over what the hub's cache records: the name of the blob
     that a snapshot's file links to, or the note that a download to a folder leaves beside it (`.cache/huggingface/download`).
@@ -42,19 +51,43 @@ def verify_files(files: Sequence[CheckpointFile], given: Mapping[str, str] | Non
     unknown = sorted(set(given or ()) - {file.name for file in files})
     if unknown:
         raise CheckpointError(f"No files of the checkpoint are called {unknown[:10]}, for which hashes are given.")
-    wanted = [(file, _expected(file, (given or {}).get(file.name))) for file in files]
+    wanted = [(file, _expected(file, (given or {}).get(file.name), (summed or {}).get(file))) for file in files]
     local = [(file, expected) for file, expected in wanted if not isinstance(file, RemoteFile)]
     with Progress(sum(file.stat().st_size for file, _ in local), "Verifying", show=progress) as bar:
         in_order(lambda item: _verify(item[0], item[1], bar), local, READERS)
 
 
-def _verify(file: Path, expected: _Expected, bar: Progress) -> None:
+def _verify(file: Path, expected: _Expected | Mapping[Entry, str], bar: Progress) -> None:
+    if not isinstance(expected, _Expected):
+        _verify_tensors(file, expected, bar)
+        return
     found = digits_of(file, len(expected.digits), bar)
     if found != expected.digits:
         raise CheckpointError(
             f"{file}: its bytes are not those that they should be: hash {found}, expected {expected.digits} ({expected.source}). "
             "Get it again."
         )
+
+
+def _verify_tensors(file: Path, expected: Mapping[Entry, str], bar: Progress) -> None:
+    buffer = bytearray(CHUNK_BYTES)
+    memory, flat = memoryview(buffer), torch.frombuffer(buffer, dtype=torch.uint8)
+    try:
+        with open(file, "rb", buffering=0) as stream:
+            for entry, digits in expected.items():
+                stream.seek(entry.offset)
+                found, rest = Checksum(), entry.nbytes
+                while rest:
+                    wanted = filled = min(rest, CHUNK_BYTES)
+                    while wanted and (count := stream.readinto(memory[filled - wanted : filled])):
+                        wanted -= count
+                    found.update(flat[: filled - wanted])
+                    rest = rest - filled if not wanted else 0
+                    bar.advance(filled - wanted)
+                if found.digits() != digits:
+                    raise mismatch(entry)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}.") from error
 
 
 def digits_of(file: Path, length: int, bar: Progress | None = None) -> str:
@@ -75,7 +108,7 @@ def digits_of(file: Path, length: int, bar: Progress | None = None) -> str:
     return digits
 
 
-def _expected(file: CheckpointFile, given: str | None) -> _Expected:
+def _expected(file: CheckpointFile, given: str | None, summed: Mapping[Entry, str] | None) -> _Expected | Mapping[Entry, str]:
     if isinstance(file, RemoteFile):
         raise CheckpointError(
             f"{file}: cannot be verified before all of it is here. Download it first (huggingface_hub.snapshot_download)."
@@ -93,4 +126,6 @@ def _expected(file: CheckpointFile, given: str | None) -> _Expected:
             lines = note.read_text(encoding="utf-8", errors="replace").splitlines()
             if len(lines) > 1 and _HASH.fullmatch(lines[1].strip()):
                 return _Expected(lines[1].strip(), f"recorded by the hub in {note}")
+    if summed:
+        return summed
     raise CheckpointError(f"{file}: no hash of it is known: it is not in the hub's cache, and none is given (verify={{'{file.name}': …}}).")
