@@ -5,8 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import wraps
@@ -21,15 +19,13 @@ from ..settings import environment_flag
 from .argument_types import refuse_wrong_arguments
 from .enums import DistributedType
 from .environment import LOCAL_RANK_VARIABLES, LOCAL_WORLD_VARIABLES, RANK_VARIABLES, WORLD_VARIABLES, get_int_from_env
+from .group_end import end_groups, settle_groups
 from .numa import set_numa_affinity
 from .splitting import share_of
 
 __all__ = ["PartialState", "wait_for_everyone"]
 
 T = TypeVar("T")
-
-LAST_WORDS_SECONDS = 0.1
-"""How long a launched process waits at its end for the threads of its group."""
 
 
 class PartialState:
@@ -237,6 +233,7 @@ class PartialState:
     def destroy_process_group(self, group: Any = None) -> None:
         """Ends the process group, where there is one."""
         if dist.is_initialized():
+            settle_groups(group)
             dist.destroy_process_group(group)
 
     @classmethod
@@ -254,7 +251,7 @@ def _start_group(
             "Start the script with torchrun, or set both."
         )
     dist.init_process_group(backend or _backend_for(device), init_method=init_method, timeout=timeout, rank=rank, world_size=world)
-    atexit.register(_end_group)
+    atexit.register(end_groups)
 
 
 def _backend_for(device: torch.device) -> str:
@@ -262,18 +259,6 @@ def _backend_for(device: torch.device) -> str:
         return dist.get_default_backend_for_device(device)
     except ValueError:  # a device that torch knows no collectives for: tensors travel through the host
         return "gloo"
-
-
-def _end_group() -> None:
-    """Ends the group with the process: threads of gloo that still run then would abort it now and then, after all its work is done."""
-    if not dist.is_initialized():
-        return
-    # They let go of the last collective's tensors, for which they need the interpreter: it is theirs while this sleeps. Where a model still
-    # holds the group (DistributedDataParallel does), its end does not wait for them.
-    time.sleep(LAST_WORDS_SECONDS)
-    # After an error the launcher ends the others; the end of a group might wait for them.
-    if getattr(sys, "last_type", None) is None:
-        dist.destroy_process_group()
 
 
 def wait_for_everyone() -> None:
