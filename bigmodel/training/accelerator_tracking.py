@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import TrainingError
 from .accelerator_state import AcceleratorState
+from .argument_types import wrong_thing
 from .configuration import ProjectConfiguration
 from .tracking.chosen import LOGGER_TYPE_TO_CLASS, new_tracker
 from .tracking.tracker import Tracker
@@ -42,6 +44,8 @@ class TrackingMethods:
             config: hyperparameters, told to every tracker.
             init_kwargs: a tracker's name → further arguments of its class: `{"wandb": {"tags": ["first"]}}`.
         """
+        if config is not None and not isinstance(config, Mapping):
+            raise wrong_thing("init_trackers", "a config of names and values", config)
         self.trackers = []
         for chosen in self.log_with:
             kind: Any = LOGGER_TYPE_TO_CLASS[chosen] if isinstance(chosen, str) else chosen
@@ -72,7 +76,11 @@ class TrackingMethods:
         raise TrainingError(f"There is no tracker {name!r}; started by init_trackers: {started}. Name it in log_with.")
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        """Tells every tracker some values. `log_kwargs`: a tracker's name → further arguments of its `log`."""
+        """Tells every tracker some values. `log_kwargs`: a tracker's name → further arguments of its `log`. Warns where none is started."""
+        if not isinstance(values, Mapping):
+            raise wrong_thing("log", "values by name, such as {'loss': 0.5}", values)
+        if self.log_with and not self.trackers and self.state.is_main_process:
+            warnings.warn("log: no tracker of log_with is started, so nothing keeps the values: call init_trackers first.", stacklevel=2)
         for tracker in self.trackers:
             tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
 

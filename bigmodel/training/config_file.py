@@ -68,7 +68,7 @@ class LaunchSettings:
     main_process_ip: str | None = None
     """Address of machine 0."""
     main_process_port: int | None = None
-    """On which machine 0 waits for the others; None: 29500, or any free port for one machine alone."""
+    """On which machine 0 waits for the others; None: 29500, or any free port for one machine alone, which 0 asks for."""
     rdzv_backend: str = "static"
     """How machines meet: `"static"`, or one of torchrun's."""
     enable_cpu_affinity: bool = False
@@ -99,6 +99,8 @@ class LaunchSettings:
             raise TrainingError(f"machine_rank is {self.machine_rank} of {self.num_machines} machines, counted from 0.")
         if not 0 <= (self.main_process_port or 0) <= LAST_PORT:
             raise TrainingError(f"main_process_port is {self.main_process_port}: ports are 0 to {LAST_PORT}.")
+        if self.num_machines > 1 and self.main_process_port == 0:
+            raise TrainingError(f"main_process_port is 0, any free port, which {self.num_machines} machines could not know: choose one.")
         if self.num_machines > 1 and self.main_process_ip is None:
             raise TrainingError(f"{self.num_machines} machines need main_process_ip, the address of machine 0.")
 

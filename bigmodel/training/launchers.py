@@ -8,15 +8,16 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from ..devices import accelerator_count, accelerator_started, accelerator_type, host_cores, visibility_variable
+from ..devices import accelerator_count, accelerator_started, accelerator_type, host_cores, machine_text, visibility_variable
 from ..errors import TrainingError
 from ..settings import PREFIXES
 from .accelerator_state import AcceleratorState
+from .argument_types import refuse_wrong_arguments
 from .config_file import LaunchSettings, launch_environment
 from .enums import DistributedType, PrecisionType
 from .environment import (
@@ -39,11 +40,14 @@ LEFT_BEHIND = "_left_by_a_launch"
 ENGINES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 """What needs a process group also for one process."""
 
+NOTHING_TOLD: Final = "To enable traceback see"
+"""How torchrun's message begins where a process left no error."""
+
 
 def torchrun_arguments(settings: LaunchSettings) -> list[str]:
     """The options of torchrun that start the processes of this machine."""
     arguments = [f"--nnodes={settings.num_machines}", f"--nproc-per-node={settings.num_processes // settings.num_machines}"]
-    if settings.num_machines == 1 and settings.main_process_port is None:
+    if settings.num_machines == 1 and not settings.main_process_port:
         return [*arguments, "--standalone"]
     address = settings.main_process_ip or "127.0.0.1"
     port = settings.main_process_port or MAIN_PORT
@@ -67,7 +71,7 @@ def launch_script(settings: LaunchSettings, command: Sequence[str], *, module: b
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    if settings.machine_rank == 0 and settings.main_process_port is not None:
+    if settings.machine_rank == 0 and settings.main_process_port:
         _refuse_taken_port(settings.main_process_port)
     variables = launch_environment(settings) | _chosen_devices(settings)
     on_cpu = settings.use_cpu or accelerator_type() is None
@@ -95,7 +99,7 @@ def _chosen_devices(settings: LaunchSettings) -> dict[str, str]:
         return {}
     variable = visibility_variable()
     if variable is None:
-        raise TrainingError(f"gpu_ids={settings.gpu_ids!r}: no accelerators that could be chosen from ({accelerator_type()}).")
+        raise TrainingError(f"gpu_ids={settings.gpu_ids!r}: no accelerators that could be chosen from: {machine_text()}.")
     return {variable: str(settings.gpu_ids)}
 
 
@@ -141,6 +145,9 @@ def notebook_launcher(
     Raises:
         TrainingError: too late in this process, the port is taken, or `function` failed in a process.
     """
+    given = {"function": function, "args": args, "num_processes": num_processes}
+    refuse_wrong_arguments(notebook_launcher, "notebook_launcher", given)
+    _refuse_no_processes("notebook_launcher", num_processes)
     if str(mixed_precision).lower() not in PrecisionType:
         raise TrainingError(f"mixed_precision is {mixed_precision!r}; use one of {PrecisionType.list()}.")
     variables = {f"{prefix}MIXED_PRECISION": str(mixed_precision).lower() for prefix in PREFIXES}
@@ -189,6 +196,8 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     """
     from torch.multiprocessing.spawn import ProcessException, start_processes
 
+    refuse_wrong_arguments(debug_launcher, "debug_launcher", locals())
+    _refuse_no_processes("debug_launcher", num_processes)
     _refuse_late_launch("debug_launcher")
     variables = {f"{prefix}USE_CPU": "1" for prefix in PREFIXES} | {f"{prefix}MIXED_PRECISION": "no" for prefix in PREFIXES}
     with tempfile.TemporaryDirectory(prefix="bigmodel-") as folder, patch_environment(**variables):
@@ -231,12 +240,21 @@ def _stories(failures: Mapping[int, Any]) -> str:
     """What each rank told that failed, in order of time: some may only have lost another. Those that were stopped had nothing to tell."""
     told = [(rank, failure) for rank, failure in failures.items() if failure.exitcode >= 0] or list(failures.items())
     told.sort(key=lambda each: each[1].timestamp)
-    return "\n".join(f"The function failed in the process of rank {rank}: {_story(failure.message)}" for rank, failure in told)
+    return "\n".join(f"The function failed in the process of rank {rank}: {_story(failure)}" for rank, failure in told)
 
 
-def _story(message: Any) -> str:
-    """The traceback in what torchrun has recorded of a failure: a dictionary where the function raised, else a text."""
-    return str(message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message)
+def _story(failure: Any) -> str:
+    """What torchrun has recorded of a failure: the traceback in a dictionary where the function raised, else a text."""
+    if isinstance(failure.message, dict):
+        return str(failure.message["extraInfo"]["py_callstack"])
+    if failure.message.startswith(NOTHING_TOLD):
+        return f"it ended with exit code {failure.exitcode}, and not by an error of Python's."
+    return str(failure.message)
+
+
+def _refuse_no_processes(launcher: str, num_processes: int | None) -> None:
+    if num_processes is not None and num_processes < 1:
+        raise TrainingError(f"{launcher}(num_processes={num_processes}): there is at least one process.")
 
 
 def _refuse_late_launch(launcher: str) -> None:

@@ -193,6 +193,9 @@ def test_settings_are_told_by_the_keys_of_the_file(tmp_path: Path) -> None:
 
 
 def test_machines_meet_as_they_are_told() -> None:
+    assert torchrun_arguments(LaunchSettings(num_processes=2, main_process_port=0)) == torchrun_arguments(LaunchSettings(num_processes=2))
+    with pytest.raises(TrainingError, match="main_process_port is 0, any free port, which 2 machines could not know"):
+        LaunchSettings(num_processes=2, num_machines=2, main_process_ip="here", main_process_port=0)
     assert torchrun_arguments(LaunchSettings(num_processes=2)) == ["--nnodes=1", "--nproc-per-node=2", "--standalone"]
     assert torchrun_arguments(LaunchSettings(num_processes=2, main_process_port=5))[2:] == [
         "--node-rank=0", "--master-addr=127.0.0.1", "--master-port=5",

@@ -206,6 +206,8 @@ def test_every_process_of_a_notebook_that_failed_is_told() -> None:
         "The function failed in the process of rank 1: ValueError: the cause",
     ]
     assert launchers._stories({2: stopped}) == "The function failed in the process of rank 2: Signal 15"
+    quiet = SimpleNamespace(exitcode=7, timestamp=4, message="To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html")
+    assert launchers._stories({3: quiet}).endswith("rank 3: it ended with exit code 7, and not by an error of Python's.")
 
 
 def test_a_function_alone_runs_in_this_process() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from bigmodel import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from bigmodel import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, debug_launcher, notebook_launcher
 from bigmodel.data_loader import BatchSamplerShard
 from bigmodel.errors import TrainingError, WrongTypeError
 from bigmodel.state import AcceleratorState, GradientState, PartialState
@@ -49,6 +50,11 @@ MISTAKES: list[tuple[Callable[[Accelerator], Any], str]] = [
     (lambda one: one.clip_grad_value_(None, 1.0), "clip_grad_value_ takes parameters, not None"),
     (lambda one: one.get_state_dict({"w": torch.ones(1)}), r"get_state_dict takes a model \(nn\.Module\), not a dict"),
     (lambda one: one.save_model("net", "folder"), r"save_model takes a model \(nn\.Module\), not a str"),
+    (lambda one: one.log(0.5), r"log takes values by name, such as \{'loss': 0\.5\}, not a float"),
+    (lambda one: one.init_trackers("run", config=[1]), "init_trackers takes a config of names and values, not a list"),
+    (lambda one: notebook_launcher("train"), r"notebook_launcher\(function='train'\): it takes a function"),
+    (lambda one: notebook_launcher(print, args="word"), r"notebook_launcher\(args='word'\): it takes a list"),
+    (lambda one: debug_launcher(print, args=5), r"debug_launcher\(args=5\): it takes a list"),
     (lambda one: set_seed("a"), r"set_seed\(seed='a'\): it takes a whole number"),
     (lambda one: find_executable_batch_size(print, starting_batch_size="8"), r"find_executable_batch_size\(starting_batch_size='8'\)"),
 ]
@@ -145,3 +151,25 @@ def test_a_broken_pattern_of_ignored_modules_is_shown() -> None:
 def test_deepspeed_configs_are_files_or_dicts(config: Any) -> None:
     with pytest.raises(WrongTypeError, match=r"The DeepSpeed config is a JSON file's path or a dict, not (a list|an int)"):
         DeepSpeedPlugin(hf_ds_config=config)
+
+
+@pytest.mark.parametrize("launcher", [notebook_launcher, debug_launcher])
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_launch_has_processes(launcher: Callable[..., None], count: int) -> None:
+    with pytest.raises(TrainingError, match=rf"{launcher.__name__}\(num_processes={count}\): there is at least one process"):
+        launcher(print, num_processes=count)
+
+
+def test_values_that_no_tracker_keeps_are_told(tmp_path: Path) -> None:
+    AcceleratorState._reset_state(True)
+    silent, tracked = Accelerator(cpu=True), Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        silent.log({"loss": 0.5})
+    with pytest.warns(UserWarning, match="log: no tracker of log_with is started.*call init_trackers first"):
+        tracked.log({"loss": 0.5})
+    tracked.init_trackers("run")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tracked.log({"loss": 0.5})
+    tracked.end_training()
