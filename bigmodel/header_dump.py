@@ -6,7 +6,6 @@ Three forms are understood: what `bigmodel inspect --json` prints, the header of
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +15,9 @@ import torch
 
 from .collecting import without_collecting
 from .errors import CheckpointError, CheckpointNotFoundError
+from .json_reading import parse_json
 from .loading.formats.safetensors import DTYPES
 from .protocols import TensorSpec
-from .text import first_repeated
 
 __all__ = ["read_dump", "specs_in"]
 
@@ -34,19 +33,11 @@ def read_dump(file: Path) -> Any:
     """The JSON in `file`. Raises `CheckpointError`, naming the file, where it is none or holds a name twice."""
     try:
         with without_collecting():
-            return json.loads(file.read_bytes(), object_pairs_hook=_once)
+            return parse_json(file.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"{file}: there is no such file.") from error
-    # RecursionError: thousands of nested brackets. ValueError: no UTF-8, no JSON, or a number of thousands of digits.
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read as a header dump ({type(error).__name__}: {str(error)[:200]}).") from error
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError(f"it holds {first_repeated(key for key, _ in pairs)!r} twice")
-    return table
 
 
 def specs_in(dump: Any, source: str = "The header dump") -> dict[str, TensorSpec]:

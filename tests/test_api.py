@@ -10,22 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_for_test import ModelForTest
 from safetensors.torch import save_file
 from torch import nn
 
 import bigmodel
 from bigmodel.errors import CheckpointError, MatchError, PlanError
-
-
-class ModelForTest(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear1 = nn.Linear(3, 4)
-        self.batchnorm = nn.BatchNorm1d(4)
-        self.linear2 = nn.Linear(4, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear2(self.batchnorm(self.linear1(x)))
 
 
 class Block(nn.Module):

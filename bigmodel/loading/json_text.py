@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Final
 
 from ..errors import CheckpointError
-from ..text import first_repeated
+from ..json_reading import parse_json
 from .location import CheckpointFile
 
 __all__ = ["parse_object"]
@@ -33,23 +32,10 @@ def parse_object(text: bytes, file: CheckpointFile, what: str) -> dict[str, Any]
     ):
         raise CheckpointError(f"{file}: {what} of {len(text)} bytes describes no tensors with most of its brackets and commas.")
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) != len(pairs):
-            twice = first_repeated(key for key, _ in pairs)
-            raise CheckpointError(f"{file}: {what} holds {twice[:200]!r} twice.")
-        return table
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no number of JSON")
-
     try:
-        table = json.loads(text.decode("utf-8"), object_pairs_hook=once, parse_constant=refuse)
-    # RecursionError: thousands of nested brackets. ValueError: no UTF-8, no JSON, or a number of thousands of digits.
-    except (RecursionError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{file}: {what} is not valid JSON ({type(error).__name__}: {str(error)[:200]}).") from error
+        table = parse_json(text.decode("utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {what} is not valid JSON ({str(error)[:200]}).") from error
     if not isinstance(table, dict):
         raise CheckpointError(f"{file}: {what} is not a JSON object.")
     return table

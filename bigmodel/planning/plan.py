@@ -8,12 +8,13 @@ from typing import Any, Final
 
 from ..devices import DeviceKey, computing_key
 from ..errors import PlanError
+from ..json_reading import JsonError, parse_json
 from .advice import Advice
 from .cost import Prediction
 from .html import html
 from .kinds import Kind
 from .plot import plot
-from .strict_json import StrictJsonError, decode, parse
+from .strict_json import StrictJsonError, decode
 from .table import render
 
 __all__ = ["DeviceUse", "Plan"]
@@ -138,8 +139,8 @@ class Plan:
         Raises `PlanError` for text that is no plan, is one of another version, or contradicts itself.
         """
         try:
-            return _checked(decode(cls, _fields(parse(text))))
-        except StrictJsonError as error:
+            return _checked(decode(cls, _fields(parse_json(text))))
+        except JsonError as error:
             raise PlanError(f"This text is not a plan that this version of bigmodel wrote with Plan.to_json: {error}.") from error
 
     def plot(self, ax: Any = None) -> Any:

@@ -3,41 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import types
 import typing
-from typing import Any, NoReturn
+from typing import Any
 
-from ..text import first_repeated
+from ..json_reading import JsonError
 
-__all__ = ["StrictJsonError", "decode", "parse"]
+__all__ = ["StrictJsonError", "decode"]
 
 
-class StrictJsonError(ValueError):
+class StrictJsonError(JsonError):
     """What is wrong with the text, and where."""
-
-
-def parse(text: str) -> Any:
-    """The JSON in `text`. Raises `StrictJsonError` for text that is none, for names that come twice, NaN and infinity."""
-    try:
-        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
-    # RecursionError: thousands of nested brackets. TypeError: no text.
-    except (ValueError, TypeError, RecursionError) as error:
-        if isinstance(error, StrictJsonError):
-            raise
-        raise StrictJsonError(f"it is no JSON ({type(error).__name__}: {str(error)[:120]})") from error
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise StrictJsonError(f"{first_repeated(name for name, _ in pairs)!r} comes twice")
-    return found
-
-
-def _no_number(name: str) -> NoReturn:
-    raise StrictJsonError(f"{name} is no number")
 
 
 def decode(kind: Any, value: Any, where: str = "") -> Any:

@@ -8,7 +8,8 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from contract_models import Bigger, ModelForTest, Tied
+from contract_models import Bigger, Tied
+from model_for_test import ModelForTest
 from torch import nn
 
 from bigmodel import infer_auto_device_map, init_empty_weights

@@ -8,7 +8,8 @@ import warnings
 
 import pytest
 import torch
-from contract_models import ModelForTest, ReadsItsChild, Tied, copy_of, devices, ready
+from contract_models import ReadsItsChild, Tied, copy_of, devices, ready
+from model_for_test import ModelForTest
 from safetensors.torch import save_file
 from torch import nn
 

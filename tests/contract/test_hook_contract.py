@@ -7,7 +7,8 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from contract_models import ModelForTest, ReadsItsChild, devices, ready
+from contract_models import ReadsItsChild, devices, ready
+from model_for_test import ModelForTest
 from torch import nn
 from torch.fx import symbolic_trace
 

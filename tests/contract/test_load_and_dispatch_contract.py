@@ -7,7 +7,8 @@ import os
 
 import pytest
 import torch
-from contract_models import Bigger, ModelForTest, ReadsItsChild, devices, ready
+from contract_models import Bigger, ReadsItsChild, devices, ready
+from model_for_test import ModelForTest
 from safetensors.torch import save_file
 from torch import nn
 

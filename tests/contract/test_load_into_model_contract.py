@@ -7,7 +7,8 @@ import logging
 
 import pytest
 import torch
-from contract_models import ModelForTest, Tied, copy_of, devices, ready
+from contract_models import Tied, copy_of, devices, ready
+from model_for_test import ModelForTest
 from safetensors.torch import save_file
 from torch import nn
 

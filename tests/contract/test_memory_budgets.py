@@ -7,7 +7,8 @@ import logging
 import psutil
 import pytest
 import torch
-from contract_models import Bigger, ModelForTest
+from contract_models import Bigger
+from model_for_test import ModelForTest
 from torch import nn
 
 from bigmodel.utils import check_device_map, get_balanced_memory, get_max_memory

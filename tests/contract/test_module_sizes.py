@@ -6,7 +6,8 @@ from collections import defaultdict
 
 import pytest
 import torch
-from contract_models import Bigger, ModelForTest, Tied
+from contract_models import Bigger, Tied
+from model_for_test import ModelForTest
 from torch import nn
 
 from bigmodel import cpu_offload, init_empty_weights

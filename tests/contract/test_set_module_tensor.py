@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contract_models import ModelForTest
+from model_for_test import ModelForTest
 from torch import nn
 
 from bigmodel.utils import set_module_tensor_to_device

@@ -6,7 +6,8 @@ import logging
 
 import pytest
 import torch
-from contract_models import ModelForTest, Tied
+from contract_models import Tied
+from model_for_test import ModelForTest
 from torch import nn
 
 from bigmodel.utils import (

@@ -92,19 +92,6 @@ class TinyModel(nn.Module):
         return self.head(self.norm(x)) * self.scale + self.shift
 
 
-class ModelForTest(nn.Module):
-    """The model that the contract's numbers are about: 236 bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear1 = nn.Linear(3, 4)
-        self.batchnorm = nn.BatchNorm1d(4)
-        self.linear2 = nn.Linear(4, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear2(self.batchnorm(self.linear1(x)))
-
-
 def tiny(**arguments: int | bool) -> tuple[TinyModel, torch.Tensor, torch.Tensor]:
     """A model in eval mode, ids for it, and the plain model's output."""
     torch.manual_seed(0)

@@ -12,7 +12,8 @@ import weakref
 
 import pytest
 import torch
-from dispatch_models import FileStore, ModelForTest, tiny
+from dispatch_models import FileStore, tiny
+from model_for_test import ModelForTest
 from torch import nn
 
 import bigmodel

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from dispatch_models import ModelForTest, TinyModel, tiny
+from dispatch_models import TinyModel, tiny
+from model_for_test import ModelForTest
 from torch import nn
 
 from bigmodel.dispatch import (

@@ -8,16 +8,6 @@ from torch import nn
 from bigmodel.device_map import device_for
 
 
-class ModelForTest(nn.Module):
-    """236 bytes: linear1 64, batchnorm 72, linear2 100."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear1 = nn.Linear(3, 4)
-        self.batchnorm = nn.BatchNorm1d(4)
-        self.linear2 = nn.Linear(4, 5)
-
-
 class Block(nn.Module):
     """A residual block of two square matrices, 8 × width² bytes."""
 

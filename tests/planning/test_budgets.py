@@ -8,7 +8,7 @@ import numpy
 import psutil
 import pytest
 import torch
-from planning_models import ModelForTest
+from model_for_test import ModelForTest
 
 from bigmodel.errors import PlanError
 from bigmodel.planning import check_device_same, get_balanced_memory, get_max_memory

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 QUESTION = """
-from planning_models import Decoder, ModelForTest
+from planning_models import Decoder
+from model_for_test import ModelForTest
 from bigmodel.planning import infer_auto_device_map, plan
 print(plan(Decoder(12, vocabulary=300), {0: 20_000, 1: 9_000, "cpu": 30_000}).to_json())
 tied = Decoder(12, vocabulary=300, tied=True)
@@ -19,7 +20,7 @@ print(infer_auto_device_map(ModelForTest(), {0: 200, 1: 150, "cpu": 1000}))
 
 def test_the_hash_seed_changes_nothing():
     here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parents[1])])
+    paths = os.pathsep.join([str(here), str(here.parent), str(here.parents[1])])
     answers = set()
     for seed in ("0", "1", "12345"):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths}

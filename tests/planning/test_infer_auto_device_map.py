@@ -7,7 +7,8 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from planning_models import Block, Decoder, ModelForTest, bytes_on
+from model_for_test import ModelForTest
+from planning_models import Block, Decoder, bytes_on
 from torch import nn
 
 from bigmodel.errors import PlanError

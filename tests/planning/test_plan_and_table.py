@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_models import Block, Decoder, ModelForTest, bytes_on
+from model_for_test import ModelForTest
+from planning_models import Block, Decoder, bytes_on
 from torch import nn
 
 from bigmodel.device_map import device_for

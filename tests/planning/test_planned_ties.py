@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from planning_models import ModelForTest
+from model_for_test import ModelForTest
 from torch import nn
 
 from bigmodel.modules import find_tied_parameters

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from planning_models import Decoder, ModelForTest
+from model_for_test import ModelForTest
+from planning_models import Decoder
 from torch import nn
 
 from bigmodel.errors import PlanError

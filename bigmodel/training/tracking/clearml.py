@@ -6,16 +6,17 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from .tables import TableTracker
 from .tracker import LibraryTracker, on_main_process
 from .values import numbers_and_words, plain
 
 __all__ = ["ClearMLTracker"]
 
 
-class ClearMLTracker(LibraryTracker):
+class ClearMLTracker(TableTracker):
     """A task of ClearML; `tracker` is the `clearml.Task`. A task that runs already is taken, and not closed at the end.
 
-    Names that begin with `train_`, `eval_` or `test_` are series of one chart.
+    Names that begin with `train_`, `eval_` or `test_` are series of one chart. The first row of a table without columns is its heading.
 
     Args:
         run_name: project and task, where `CLEARML_PROJECT` and `CLEARML_TASK` in the environment say nothing.
@@ -74,23 +75,9 @@ class ClearMLTracker(LibraryTracker):
                 own = series if len(images) == 1 else f"{series} {index}"
                 self.tracker.get_logger().report_image(title=title, series=own, iteration=step, image=image, **kwargs)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: Sequence[str] | None = None,
-        data: Sequence[Sequence[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """A table of rows, whose first is the heading where there are no `columns`, or of a dataframe.
-
-        `kwargs`: of `Logger.report_table`.
-        """
-        title, series = _chart(table_name)
-        names, rows = self._table(table_name, columns, data, dataframe)
-        whole = [list(row) for row in rows] if names is None else [names, *(list(row) for row in rows)]
+    def _tell_table(self, name: str, columns: list[str] | None, rows: Sequence[Sequence[Any]], step: int | None, **kwargs: Any) -> None:
+        title, series = _chart(name)
+        whole = [list(row) for row in rows] if columns is None else [columns, *(list(row) for row in rows)]
         self.tracker.get_logger().report_table(title=title, series=series, iteration=step, table_plot=whole, **kwargs)
 
     def _close(self) -> None:

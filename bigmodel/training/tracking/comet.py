@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .tables import TableTracker
 from .tracker import LibraryTracker, on_main_process
 from .values import flattened, numbers_and_words
 
 __all__ = ["CometMLTracker"]
 
 
-class CometMLTracker(LibraryTracker):
-    """An experiment of Comet; `tracker` is the experiment that `comet_ml.start` gives.
+class CometMLTracker(TableTracker):
+    """An experiment of Comet; `tracker` is the experiment that `comet_ml.start` gives. A table is the asset `name.csv` (`name-step.csv`).
 
     Args:
         run_name: the project.
@@ -54,20 +55,9 @@ class CometMLTracker(LibraryTracker):
             for image in images if isinstance(images, (list, tuple)) else [images]:
                 self.tracker.log_image(image, name=key, step=step, **kwargs)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: Sequence[str] | None = None,
-        data: Sequence[Sequence[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """A table of rows or of a dataframe, as the asset `table_name.csv` (at a step `table_name-step.csv`). `kwargs`: of `log_table`."""
-        names, rows = self._table(table_name, columns, data, dataframe)
-        file = f"{table_name}.csv" if step is None else f"{table_name}-{step}.csv"
-        self.tracker.log_table(file, tabular_data=[list(row) for row in rows], headers=names or False, **kwargs)
+    def _tell_table(self, name: str, columns: list[str] | None, rows: Sequence[Sequence[Any]], step: int | None, **kwargs: Any) -> None:
+        file = f"{name}.csv" if step is None else f"{name}-{step}.csv"
+        self.tracker.log_table(file, tabular_data=[list(row) for row in rows], headers=columns or False, **kwargs)
 
     def _close(self) -> None:
         self.tracker.end()

@@ -10,6 +10,7 @@ from os import PathLike
 from typing import Any
 
 from ..environment import str_to_bool
+from .tables import TableTracker
 from .tracker import LibraryTracker, on_main_process
 from .values import flattened, numbers_and_words
 
@@ -19,8 +20,8 @@ PARAMS_AT_ONCE = 100
 """The most parameters of one request: <https://mlflow.org/docs/latest/api_reference/rest-api.html#log-batch>."""
 
 
-class MLflowTracker(LibraryTracker):
-    """A run of MLflow; `tracker` is the `mlflow.ActiveRun`.
+class MLflowTracker(TableTracker):
+    """A run of MLflow; `tracker` is the `mlflow.ActiveRun`. A table is the artifact `name.json`, a step a column of it.
 
     Args:
         experiment_name: made if there is none of that name; `MLFLOW_EXPERIMENT_NAME` in the environment is stronger.
@@ -101,23 +102,12 @@ class MLflowTracker(LibraryTracker):
             for image in images if isinstance(images, (list, tuple)) else [images]:
                 self._library().log_image(image, key=key, step=step, **kwargs)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: Sequence[str] | None = None,
-        data: Sequence[Sequence[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """A table of rows or of a dataframe, as the artifact `table_name.json`; a step is a column. `kwargs`: of `mlflow.log_table`."""
-        names, rows = self._table(table_name, columns, data, dataframe)
-        names = names or [f"column {index}" for index in range(len(rows[0]) if rows else 0)]
-        table: dict[str, list[Any]] = {name: [row[index] for row in rows] for index, name in enumerate(names)}
+    def _tell_table(self, name: str, columns: list[str] | None, rows: Sequence[Sequence[Any]], step: int | None, **kwargs: Any) -> None:
+        names = columns or [f"column {index}" for index in range(len(rows[0]) if rows else 0)]
+        table: dict[str, list[Any]] = {each: [row[index] for row in rows] for index, each in enumerate(names)}
         if step is not None:
             table["step"] = [step] * len(rows)
-        self._library().log_table(table, f"{table_name}.json", **{"run_id": self._run_id, **kwargs})
+        self._library().log_table(table, f"{name}.json", **{"run_id": self._run_id, **kwargs})
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:

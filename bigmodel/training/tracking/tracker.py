@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from ...errors import MissingPackageError, TrainingError
@@ -124,13 +124,3 @@ class LibraryTracker(GeneralTracker):
         if self._opened is not None:
             self._close()
             self._opened = None
-
-    def _table(
-        self, table_name: str, columns: Sequence[str] | None, data: Sequence[Sequence[Any]] | None, dataframe: Any
-    ) -> tuple[list[str] | None, Sequence[Sequence[Any]]]:
-        """Columns and rows of a table that was given in either way. Raises `TrainingError` where there is none."""
-        if dataframe is not None:
-            return [str(name) for name in dataframe.columns], dataframe.to_numpy().tolist()
-        if data is None:
-            raise TrainingError(f"{self.name}: the table {table_name!r} has no rows: give data, or a dataframe.")
-        return None if columns is None else list(columns), data

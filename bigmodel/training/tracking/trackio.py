@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from .project import ProjectTracker
+from .tables import TableTracker
 from .tracker import on_main_process
 
 __all__ = ["TrackioTracker"]
 
 
-class TrackioTracker(ProjectTracker):
+class TrackioTracker(TableTracker, ProjectTracker):
     """A run of Trackio; `tracker` is the `trackio.Run`.
 
     Args:
@@ -33,16 +34,6 @@ class TrackioTracker(ProjectTracker):
             named.update({f"{key}/{index}" if several else key: image(each) for index, each in enumerate(images)})
         self.tracker.log(named, step=step, **kwargs)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: Sequence[str] | None = None,
-        data: Sequence[Sequence[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """A table of rows or of a dataframe. `kwargs`: of `Run.log`."""
-        names, rows = self._table(table_name, columns, data, dataframe)
-        self.tracker.log({table_name: self._library().Table(columns=names, data=[list(row) for row in rows])}, step=step, **kwargs)
+    def _tell_table(self, name: str, columns: list[str] | None, rows: Sequence[Sequence[Any]], step: int | None, **kwargs: Any) -> None:
+        table = self._library().Table(columns=columns, data=[list(row) for row in rows])
+        self.tracker.log({name: table}, step=step, **kwargs)

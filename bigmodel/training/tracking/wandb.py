@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from .project import ProjectTracker
+from .tables import TableTracker
 from .tracker import on_main_process
 
 __all__ = ["WandBTracker"]
 
 
-class WandBTracker(ProjectTracker):
-    """A run of Weights & Biases; `tracker` is the `wandb.Run`.
+class WandBTracker(TableTracker, ProjectTracker):
+    """A run of Weights & Biases; `tracker` is the `wandb.Run`. Tables may hold wandb's own objects.
 
     Args:
         run_name: the project.
@@ -29,17 +30,5 @@ class WandBTracker(ProjectTracker):
         image = self._library().Image
         self.tracker.log({key: [image(each) for each in images] for key, images in values.items()}, step=step, **kwargs)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: Sequence[str] | None = None,
-        data: Sequence[Sequence[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """A table of rows, which may hold wandb's own objects, or of a dataframe. `kwargs`: of `Run.log`."""
-        names, rows = self._table(table_name, columns, data, dataframe)
-        table = self._library().Table(columns=names, data=rows)
-        self.tracker.log({table_name: table}, step=step, **kwargs)
+    def _tell_table(self, name: str, columns: list[str] | None, rows: Sequence[Sequence[Any]], step: int | None, **kwargs: Any) -> None:
+        self.tracker.log({name: self._library().Table(columns=columns, data=rows)}, step=step, **kwargs)
