@@ -5,10 +5,14 @@ It exists for tests alone, in a temporary folder that subprocesses have on their
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from bigmodel.utils import get_free_port
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -52,16 +56,29 @@ def write_stand_in(folder: Path) -> Path:
     return folder
 
 
-def run_over_stand_in(folder: Path, script: Path, *arguments: str, timeout: float = 120, **variables: str) -> str:
-    """Runs `script` in a process that takes the stand-in in `folder` for accelerate. Returns what it printed.
+def run_over_stand_in(folder: Path, script: Path, *arguments: str, processes: int = 1, timeout: float = 200) -> list[Any]:
+    """Runs `script` in processes that take the stand-in in `folder` for accelerate, in one group where there are several.
+
+    Returns what each has printed last, which is JSON.
 
     Raises:
-        AssertionError: it failed; with all that it wrote.
+        AssertionError: one failed; with all that it wrote.
     """
     path = os.pathsep.join(map(str, [folder, REPOSITORY, Path(__file__).parent]))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
-    assert done.returncode == 0, f"{script.name} ended with {done.returncode}.\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
+    if processes > 1:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+        environment |= meeting | {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    started = []
+    for rank in range(processes):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
+        command = [sys.executable, str(script), *arguments]
+        started.append(subprocess.Popen(command, env=environment | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    try:
+        written = [process.communicate(timeout=timeout)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, text in zip(started, written, strict=True):
+        assert process.returncode == 0, f"{script.name} ended with {process.returncode}.\n{text}"
+    return [json.loads(text.rstrip().splitlines()[-1]) for text in written]
