@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
