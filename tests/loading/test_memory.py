@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,3 +81,33 @@ def test_peak_private_memory_is_what_stays_plus_the_ring(
 ) -> None:
     # The files hold 32 to 64 MiB: a bound below that shows that no second copy of them is held.
     assert extra_bytes[form, stored, wanted] <= min(RING_BYTES, 12 * MiB)
+
+
+def integers(form: str, name: str) -> dict[str, torch.Tensor]:
+    """A layer of 1024 × 1024 in 4-bit integers."""
+    if form == "compressed":
+        packed = {"weight_packed": (1024, 128), "weight_scale": (1024, 8), "weight_shape": (2,)}
+    else:
+        packed = {"qweight": (128, 1024), "qzeros": (8, 128), "scales": (8, 1024), "g_idx": (1024,)}
+    if form == "awq":
+        packed = {"qweight": (1024, 128), "qzeros": (8, 128), "scales": (8, 1024)}
+    made = {each: torch.full(shape, 0x77777777, dtype=torch.int32) for each, shape in packed.items()}
+    made |= {each: torch.ones(packed[each], dtype=torch.bfloat16) for each in packed if "scale" in each}
+    if "g_idx" in made:
+        made["g_idx"] = (torch.arange(1024) // 128).to(torch.int32)
+    if "weight_shape" in made:
+        made["weight_shape"] = torch.tensor([1024, 1024])
+    return {f"{name}.{each}": value for each, value in made.items()}
+
+
+def test_integers_become_floats_without_more_than_the_ring(tmp_path: Path) -> None:
+    asked = []
+    for form in ("compressed", "gptq", "awq"):
+        (tmp_path / form).mkdir()
+        state = {name: value for number in range(LAYERS) for name, value in integers(form, str(number)).items()}
+        save_file(state, tmp_path / form / "model.safetensors")
+        asked += [(str(tmp_path / form), dtype) for dtype in ("float32", "bfloat16")]
+    result = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(asked), PAGES[0]], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    # The floats of one layer are 2 or 4 MiB, those of all of them 32 or 64.
+    assert max(json.loads(result.stdout)) <= min(RING_BYTES, 24 * MiB)
