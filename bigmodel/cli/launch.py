@@ -10,11 +10,13 @@ from ..errors import TrainingError
 from ..training.config_file import read_launch_settings
 from ..training.enums import DistributedType
 from ..training.launchers import launch_script
+from .launch_options import refuse_sections_of_others, sections_of
 
 __all__ = ["launch"]
 
 
 def launch(
+    context: typer.Context,
     command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script, and its own arguments.")],
     config_file: Annotated[str | None, typer.Option("--config_file", help="YAML or JSON, as write_basic_config writes it.")] = None,
     num_processes: Annotated[int | None, typer.Option("--num_processes", help="Processes on all machines together.")] = None,
@@ -26,15 +28,23 @@ def launch(
     gpu_ids: Annotated[str | None, typer.Option("--gpu_ids", help="Accelerators to use: 0,2.")] = None,
     mixed_precision: Annotated[str | None, typer.Option("--mixed_precision", help="no, fp16, bf16 or fp8.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Compute on the CPU.")] = False,
-    use_fsdp: Annotated[bool, typer.Option("--use_fsdp", help="Shard the model; its settings are in the config file.")] = False,
+    multi_gpu: Annotated[
+        bool, typer.Option("--multi_gpu", help="A copy of the model in each process, whatever the config file says.")
+    ] = False,
+    use_fsdp: Annotated[bool, typer.Option("--use_fsdp", help="Shard the model.")] = False,
     use_deepspeed: Annotated[bool, typer.Option("--use_deepspeed", help="Train with DeepSpeed.")] = False,
     use_megatron_lm: Annotated[bool, typer.Option("--use_megatron_lm", help="Train with Megatron-LM.")] = False,
     threads: Annotated[int | None, typer.Option("--num_cpu_threads_per_process", help="Threads of torch in each process.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Compare shapes between processes before they are gathered.")] = False,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module's name.")] = False,
 ) -> None:
-    """Runs a script in several processes, on one machine or several. Options that are given count before the config file's keys."""
+    """Runs a script in several processes, on one machine or several; without --num_processes and a config file in one for each accelerator.
+
+    Options that are given count before the config file's keys. Keys of its sections are options, too: --fsdp_version 2, --zero_stage 2,
+    --dynamo_backend inductor.
+    """
     wanted = {
+        DistributedType.MULTI_GPU: multi_gpu,
         DistributedType.FSDP: use_fsdp,
         DistributedType.DEEPSPEED: use_deepspeed,
         DistributedType.MEGATRON_LM: use_megatron_lm,
@@ -54,6 +64,8 @@ def launch(
         "rdzv_backend": rdzv_backend,
         "use_cpu": cpu or None,
         "debug": debug or None,
+        **sections_of(context),
     }
     settings = read_launch_settings(config_file, {key: value for key, value in given.items() if value is not None})
+    refuse_sections_of_others(settings, sections_of(context))
     launch_script(settings, command, module=module, threads=threads)

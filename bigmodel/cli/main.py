@@ -13,6 +13,7 @@ from .env import env
 from .generate import generate
 from .inspect import inspect
 from .launch import launch
+from .launch_options import LaunchCommand
 from .load import load
 from .output import fail
 from .plan import plan
@@ -47,7 +48,7 @@ app.command()(generate)
 app.command()(bench)
 app.command()(env)
 # What follows the script is the script's, also where it looks like an option.
-app.command(context_settings={"allow_interspersed_args": False})(launch)
+app.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})(launch)
 
 
 def main(arguments: list[str] | None = None) -> Any:

@@ -15,7 +15,7 @@ from huggingface_hub.constants import HF_HOME
 
 from ..devices import accelerators, collective_name
 from ..errors import TrainingError
-from ..settings import PREFIXES
+from ..settings import PREFIXES, environment_flag
 from .enums import ComputeEnvironment, DistributedType, PrecisionType
 from .environment import LAST_PORT
 
@@ -144,7 +144,8 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = DEFAULT
 def read_launch_settings(config_file: str | os.PathLike[str] | None = None, given: Mapping[str, object] | None = None) -> LaunchSettings:
     """The settings in a YAML or JSON file, with those in `given` (by the file's keys) in place of the file's.
 
-    Without a name the default file is read, else the ecosystem's, else there is one process.
+    Without a name the default file is read, else the ecosystem's. Sections are joined key by key. Without any file and a number of
+    processes there is one for each accelerator (of `gpu_ids`), or one.
 
     Raises:
         TrainingError: no such file, not such a file, keys that are unknown or ask for what bigmodel does not launch.
@@ -153,13 +154,24 @@ def read_launch_settings(config_file: str | os.PathLike[str] | None = None, give
     file = next((Path(candidate) for candidate in candidates if Path(candidate).is_file()), None)
     if file is None and config_file is not None:
         raise TrainingError(f"There is no config file {os.fspath(config_file)}. write_basic_config(save_location=…) makes one.")
-    values = ({} if file is None else _values(file)) | dict(given or {})
+    values: dict[str, Any] = {} if file is None else _values(file)
+    for key, value in (given or {}).items():
+        values[key] = {**values.get(key, {}), **value} if isinstance(value, Mapping) else value
+    if file is None and "num_processes" not in values:
+        values["num_processes"] = _processes_of_a_machine(values) * values.get("num_machines", 1)
     try:
         return LaunchSettings(**values)  # type: ignore[arg-type]
     except TrainingError as error:
         raise error if file is None else TrainingError(f"{file}: {error}") from None
     except TypeError as error:
         raise TrainingError(f"{file}: a word stands where a number belongs: {error}") from error
+
+
+def _processes_of_a_machine(values: Mapping[str, Any]) -> int:
+    if values.get("use_cpu") or environment_flag("USE_CPU"):
+        return 1
+    chosen = values.get("gpu_ids") or "all"
+    return max(len(accelerators()) if chosen == "all" else len(str(chosen).split(",")), 1)
 
 
 def _values(file: Path) -> dict[str, object]:
