@@ -160,7 +160,7 @@ def read_launch_settings(config_file: str | os.PathLike[str] | None = None, give
     if file is None and "num_processes" not in values:
         values["num_processes"] = _processes_of_a_machine(values) * values.get("num_machines", 1)
     try:
-        return LaunchSettings(**values)  # type: ignore[arg-type]
+        return LaunchSettings(**values)
     except TrainingError as error:
         raise error if file is None else TrainingError(f"{file}: {error}") from None
     except TypeError as error:
