@@ -15,6 +15,7 @@ from torch import nn
 from ..devices import accelerator_type
 from ..errors import DispatchError
 from .align import AlignDevicesHook
+from .functions import shows_execution_devices
 from .hooks import add_hook_to_module
 from .lazy import LazyTensor
 
@@ -25,6 +26,7 @@ logger = logging.getLogger("bigmodel.big_modeling")
 _CLASS = "_bigmodel_plain_class"
 _REPLACED = "_bigmodel_replaced_methods"
 _DEVICE = "_bigmodel_main_device"
+_MAP = "hf_device_map"
 
 
 def show_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
@@ -98,6 +100,8 @@ def _facade(plain: Any, replaced: frozenset[tuple[str, Any]]) -> type[nn.Module]
         ask: Any = own_device.fget
         namespace["device"] = property(lambda self: self.__dict__[_DEVICE] if _DEVICE in self.__dict__ else ask(self))
 
+    namespace[_MAP] = property(_shown_map, _keep_map, _drop_map)
+
     def reduce(self: nn.Module, protocol: Any) -> Any:
         found = plain.__reduce_ex__(self, protocol)
         # Copies have the same methods; pickles find the class again by the plain one.
@@ -106,6 +110,24 @@ def _facade(plain: Any, replaced: frozenset[tuple[str, Any]]) -> type[nn.Module]
     namespace["__reduce_ex__"] = reduce
     made: type[nn.Module] = type(plain)(plain.__name__, (plain,), namespace)
     return made
+
+
+def _shown_map(model: nn.Module) -> dict[str, Any]:
+    """The map as it was dispatched; within `execution_devices`, the devices that compute: libraries load adapters to the places in it."""
+    if _MAP not in model.__dict__:
+        raise AttributeError(f"{type(model).__name__} has no device map.")
+    device_map: dict[str, Any] = model.__dict__[_MAP]
+    if not shows_execution_devices():
+        return device_map
+    return {name: model.__dict__[_DEVICE] if place in ("cpu", "disk") else place for name, place in device_map.items()}
+
+
+def _keep_map(model: nn.Module, device_map: dict[str, Any]) -> None:
+    model.__dict__[_MAP] = device_map
+
+
+def _drop_map(model: nn.Module) -> None:
+    del model.__dict__[_MAP]
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:

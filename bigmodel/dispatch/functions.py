@@ -16,7 +16,7 @@ from .lazy import HANDLERS, METADATA, VIEWERS, LazyTensor
 from .origin import CPU, Origin
 from .views import View, alike, iterate, view_by_strides, view_of
 
-__all__ = ["execution_devices", "fill_tables"]
+__all__ = ["execution_devices", "fill_tables", "shows_execution_devices"]
 
 
 def _alias(func: Any, args: Any, kwargs: Any) -> Any:
@@ -195,6 +195,11 @@ def _is_meta(func: Any, args: Any, kwargs: Any) -> bool:
 _shows_execution_devices: ContextVar[bool] = ContextVar("shows_execution_devices", default=False)
 
 
+def shows_execution_devices() -> bool:
+    """Whether this is inside of `execution_devices`."""
+    return _shows_execution_devices.get()
+
+
 @contextlib.contextmanager
 def execution_devices() -> Iterator[None]:
     """Within the context, in this thread, offloaded weights answer `.device` with the device that they run on, instead of `meta`.
@@ -211,7 +216,7 @@ def execution_devices() -> Iterator[None]:
 def _device(func: Any, args: Any, kwargs: Any) -> Any:
     """Meta between forwards; the device that it runs on in the forward of an embedding that rests, which puts there what it makes, and
     within `execution_devices`."""
-    if _shows_execution_devices.get():
+    if shows_execution_devices():
         return args[0].origin.device
     group = args[0].origin.group() if args[0].origin.group is not None else None
     return args[0].origin.device if group is not None and group.is_looked_up else torch.device("meta")

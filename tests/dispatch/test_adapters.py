@@ -9,7 +9,7 @@ import torch
 from dispatch_models import FileStore, tiny
 from torch import nn
 
-from bigmodel import execution_devices
+from bigmodel import dispatch_model, execution_devices
 from bigmodel.dispatch import dispatch
 from bigmodel.errors import DispatchError
 
@@ -62,6 +62,26 @@ def test_adapters_without_values_are_refused_by_name(tmp_path, execution_device)
     with_adapters(model)
     with pytest.raises(DispatchError, match=r"down\.down\.weight .*execution_devices\(\)"):
         model(ids)
+
+
+def test_the_map_tells_where_adapters_are_loaded_to(tmp_path, execution_device):
+    """transformers fills adapters by the places in the model's map, and nothing of what is on "disk"."""
+    model, *_ = tiny()
+    home = "cpu" if execution_device.type == "cpu" else execution_device.index
+    device_map = {"": home, "layers.0": "disk", "layers.1": "cpu"}
+    dispatch_model(model, device_map, main_device=execution_device, offload_dir=tmp_path)
+    assert model.hf_device_map == device_map
+    with execution_devices():
+        assert model.hf_device_map == {
+            "": execution_device if home == "cpu" else home,
+            "layers.0": execution_device,
+            "layers.1": execution_device,
+        }
+    assert model.hf_device_map == device_map
+    model.hf_device_map = {"": "disk"}
+    assert model.hf_device_map == {"": "disk"}
+    del model.hf_device_map
+    assert not hasattr(model, "hf_device_map")
 
 
 def test_other_threads_see_meta(tmp_path, execution_device):
