@@ -100,19 +100,15 @@ class CpuStates:
         if self.numpy is not None:
             numpy.random.set_state(self.numpy)
 
-    def parts(self) -> tuple[Any, ...]:
-        """To be compared: equal states have equal parts."""
-        return self.torch.numpy().tobytes(), self.python, pickle.dumps(self.numpy)
-
     def packed(self) -> bytes:
         """For other processes of this job."""
-        return pickle.dumps(self.parts())
+        return pickle.dumps((self.torch.numpy().tobytes(), self.python, self.numpy))
 
     @classmethod
     def unpacked(cls, packed: bytes) -> CpuStates:
         """What `packed` gave."""
         state, python, of_numpy = pickle.loads(packed)
-        return cls(torch.frombuffer(bytearray(state), dtype=torch.uint8), python, pickle.loads(of_numpy))
+        return cls(torch.frombuffer(bytearray(state), dtype=torch.uint8), python, of_numpy)
 
     def plain(self) -> dict[str, Any]:
         """Numbers, words, None, lists and dictionaries only."""

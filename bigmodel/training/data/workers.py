@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import pickle
+import random
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import numpy
+import torch
 
 from ..random import CpuStates
 
@@ -47,17 +54,46 @@ class Speaking:
         if start is not None:
             CpuStates.unpacked(start).restore()
         self._worker = worker
-        self._last = CpuStates.now().parts()
+        self._note(CpuStates.now())
 
     def collate(self, samples: Any) -> Told:
         """`collate_fn`."""
         batch = self._collate(samples)
-        states = CpuStates.now()
-        parts = states.parts()
-        if parts == self._last:
+        if self._is_quiet():
             return Told(batch, self._worker, None)
-        self._last = parts
+        states = CpuStates.now()
+        self._note(states)
         return Told(batch, self._worker, states.packed())
+
+    def _note(self, states: CpuStates) -> None:
+        self._torch, self._python, self._numpy = states.torch, states.python, _NumpyDraws(states.numpy)
+
+    def _is_quiet(self) -> bool:
+        return torch.equal(torch.get_rng_state(), self._torch) and random.getstate() == self._python and self._numpy.is_quiet()
+
+
+class _NumpyDraws:
+    """Whether numpy's default generator has drawn since it had a state.
+
+    Asking it for its state takes longer than a small batch needs on its way. Every draw changes the words of its Mersenne twister, which
+    lie in memory as numpy tells, but one: of the second normal number that it has made with the first. Where that waits, or the words lie
+    otherwise than is known, the state is asked for.
+    """
+
+    def __init__(self, state: Any):
+        self._state = pickle.dumps(state)
+        self._words = b""
+        if state["bit_generator"] == "MT19937" and not state["has_gauss"] and hasattr(numpy.random, "get_bit_generator"):
+            known = state["state"]["key"].astype(numpy.uint32).tobytes() + int(state["state"]["pos"]).to_bytes(4, sys.byteorder)
+            self._address = numpy.random.get_bit_generator().ctypes.state_address
+            if ctypes.string_at(self._address, len(known)) == known:
+                self._words = known
+
+    def is_quiet(self) -> bool:
+        """Nothing was drawn."""
+        if self._words:
+            return ctypes.string_at(self._address, len(self._words)) == self._words
+        return pickle.dumps(numpy.random.get_state(legacy=False)) == self._state
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,22 @@ def noise() -> float:
     return torch.rand(()).item() + random.random() + float(numpy.random.rand())
 
 
+def rare(index: int) -> float:
+    """Something of one default generator, which alone tells that it was drawn; normal numbers are made two at a time."""
+    draws = (torch.rand(()).item, random.random, numpy.random.rand, numpy.random.randn, numpy.random.randn)
+    return float(draws[index % 5]()) if index % 3 else 0.0
+
+
+class Rare(Dataset[Any]):
+    """Samples of which one in a batch draws."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, rare(index)
+
+
 class Noisy(Dataset[Any]):
     """Sample `i` is `i`, and something drawn when it is read; odd samples draw twice, so that what a worker draws depends on its items."""
 
@@ -70,6 +86,8 @@ def seed_worker(worker: int) -> None:
 def made(kind: str, **options: Any) -> Any:
     if kind == "stream":
         return prepare_data_loader(DataLoader(NoisyStream(), 3, num_workers=2, collate_fn=collated, **options))
+    if kind == "rare":
+        return prepare_data_loader(DataLoader(Rare(), batch_size=None, num_workers=2, **options))
     if kind == "items":
         return prepare_data_loader(DataLoader(Noisy(), batch_size=None, shuffle=True, num_workers=2, **options))
     return prepare_data_loader(DataLoader(Noisy(), 3, shuffle=True, collate_fn=collated, **options))
@@ -122,13 +140,15 @@ def goes_on(make: Callable[[], Any], epochs: int, stops: list[int], length: int)
         ("map", {"num_workers": 3, "worker_init_fn": seed_worker}),
         ("map", {"num_workers": 2, "persistent_workers": True, "worker_init_fn": seed_worker}),
         ("items", {}),
+        ("rare", {}),
         ("stream", {}),
         ("stream", {"persistent_workers": True}),
     ],
 )
 def test_the_rest_of_an_epoch_has_the_same_values(kind: str, options: dict[str, Any]) -> None:
-    length = 23 if kind == "items" else 8
-    goes_on(partial(made, kind, **options), 2, [0, 4, length - 2, length - 1, length, length + 4], length)
+    length = 23 if kind in ("items", "rare") else 8
+    stops = [*range(22)] if kind == "rare" else [0, 4, length - 2, length - 1, length, length + 4]
+    goes_on(partial(made, kind, **options), 2, stops, length)
 
 
 def test_a_loader_that_was_stopped_twice() -> None:
