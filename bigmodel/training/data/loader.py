@@ -366,9 +366,9 @@ class PreparedLoader(DataLoader[Any]):
         return self._noted(batches, workers)
 
     def _noted(self, batches: Iterator[Told], workers: WorkerDraws) -> Iterator[Any]:
-        for number, told in enumerate(batches, workers.start.first):
-            workers.note(number, told, self._position.batches)
-            yield told.batch
+        for number, (batch, worker, states) in enumerate(batches, workers.start.first):
+            workers.note(number, worker, states, self._position.batches)
+            yield batch
 
     def _iterated(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """torch's iterator over `loader`. For workers that persist a seed is drawn once, and none for others that stand in for them."""
