@@ -1,9 +1,10 @@
-"""Nested structures: what lists, tuples, mappings and dataclasses hold, and the same container around other values."""
+"""Nested structures: what lists, tuples, deques, mappings and dataclasses hold, and the same container around other values."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
@@ -22,7 +23,7 @@ def is_dataclass_instance(data: object) -> bool:
 
 def children(data: Any) -> Collection[Any] | None:
     """What a container holds, in order; None for anything that is not opened."""
-    if isinstance(data, (tuple, list)):
+    if isinstance(data, (tuple, list, deque)):
         return data
     if isinstance(data, Mapping):
         return data.values()
@@ -52,6 +53,11 @@ def rebuilt(data: Any, values: Collection[Any]) -> Any:
         return type(data)(*values)
     if isinstance(data, (tuple, list)):
         return type(data)(values)
+    if isinstance(data, deque):
+        line = copy.copy(data)
+        line.clear()
+        line.extend(values)
+        return line
     if type(data) is dict:
         return dict(zip(data, values, strict=True))
     if isinstance(data, MutableMapping):

@@ -8,17 +8,19 @@ the data itself, which then needs no other trip. Where digests differ, the ranks
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set, ValuesView
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from types import GeneratorType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..errors import DistributedOperationException
+from ..errors import DistributedOperationException, StructureError
 from ..structures import children, keys
+from ..text import kind_text
 from .state import PartialState
 
 __all__ = ["INLINE_BYTES", "Frames", "Visit", "all_gather", "host_group", "meet"]
@@ -41,6 +43,10 @@ PACKAGE = str(Path(__file__).parents[1])
 # Leaves whose values are compared where every rank must have the same.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
+# Leaves that look like structures and cannot be put together again.
+_ONCE = (GeneratorType, map, zip, filter)
+_UNORDERED = (Set, ValuesView)
+
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """`all_gather(output, input)` into one tensor, by the name that this torch has for it."""
 
@@ -49,6 +55,10 @@ _beside: tuple[Any, Any] | None = None
 
 def _dtype_and_shape(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (str(tensor.dtype), "nested") if tensor.is_nested else (str(tensor.dtype), *tensor.shape)
+
+
+def _any_tensor(values: Collection[Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in values)
 
 
 @dataclass(slots=True)
@@ -95,9 +105,12 @@ class Visit:
             self._walk(value)
 
     def _leaf(self, leaf: Any) -> Any:
+        plain = isinstance(leaf, _PLAIN)
+        if not plain and (isinstance(leaf, _ONCE) or (isinstance(leaf, _UNORDERED) and _any_tensor(leaf))):
+            raise StructureError(f"tensors of {kind_text(leaf)} would be left out: make it a list")
         if not self.compares_values:
             return None
-        return leaf if isinstance(leaf, _PLAIN) else type(leaf).__name__
+        return leaf if plain else type(leaf).__name__
 
     def digest(self) -> bytes:
         """Equal where `operation`, `make` and `problem` are."""

@@ -1,7 +1,7 @@
 """Nested structures of tensors within one process: applying a function to their tensors, their sizes, slices, joins and precisions.
 
-A structure is made of lists, tuples, namedtuples, mappings and dataclasses. What is neither one of these nor a tensor (None, numbers,
-strings, other objects) is left as it is, except where a function says otherwise.
+A structure is made of lists, tuples, namedtuples, deques, mappings and dataclasses. What is neither one of these nor a tensor (None,
+numbers, strings, other objects) is left as it is, except where a function says otherwise.
 """
 
 from __future__ import annotations
