@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..constants import RNG_STATE_NAME, SAMPLER_NAME, SCALER_NAME, SCHEDULER_NAME
 from ..errors import TrainingError
 from .checkpoint_folder import delete_oldest, filled_together, latest_checkpoint, next_checkpoint, read_manifest, together
-from .collectives import gather_object
+from .collectives import broadcast_object_list, gather_object
 from .gradients import forget_gradients, gradients_wait, load_gradients, save_gradients
 from .random import restore_rng_states, rng_states
 from .training_files import file_name, read_plain, write_plain
@@ -64,7 +64,9 @@ def save_training_state(accelerator: Accelerator, output_dir: str | PathLike[str
             if accelerator._writes_files:
                 delete_oldest(project)
     project.iteration += 1
-    return str(folder)
+    written = [str(folder)]
+    broadcast_object_list(written)  # processes of one host may have named it by their clocks
+    return str(folder) if folder.is_dir() else written[0]
 
 
 def _whole_path(folder: str | PathLike[str]) -> Path:
@@ -134,6 +136,7 @@ def load_training_state(
     with together("load_state"):
         folder = latest_checkpoint(project) if input_dir is None else _whole_path(input_dir)
         facts = read_manifest(folder)
+    _refuse_other_folders(folder, bool(facts))
     with together(f"Loading {folder}"):
         _load_models(accelerator, folder, kwargs)
         for index, optimizer in enumerate(accelerator._optimizers):
@@ -145,6 +148,17 @@ def load_training_state(
     accelerator.sync_gradients = bool(facts.get("sync_gradients", True))
     if project.automatic_checkpoint_naming:
         project.iteration = max(project.iteration, int(facts.get("iteration", -1)) + 1)
+
+
+def _refuse_other_folders(folder: Path, holds_a_state: bool) -> None:
+    found: list[tuple[str, bool]] = gather_object([(str(folder), holds_a_state)])
+    if len({holds for _, holds in found}) > 1:
+        rank, empty = next((rank, place) for rank, (place, holds) in enumerate(found) if not holds)
+        full = next(place for place, holds in found if holds)
+        raise TrainingError(
+            f"load_state: process {rank} reads {empty}, which save_state has not written, and others read {full}. "
+            "Give all processes of a host one folder: the one that save_state returned."
+        )
 
 
 def _map_location(accelerator: Accelerator, load_kwargs: dict[str, Any] | None) -> Any:
