@@ -48,6 +48,7 @@ from .mixed_precision import get_grad_scaler, get_mixed_precision_context_manage
 from .optimizer import AcceleratedOptimizer
 from .parallelism import ParallelismConfig
 from .preparing import even_batches_set, placements_of, prepared_optimizer, prepared_scheduler
+from .random import known_rng_type
 from .replicated import spreads_over_devices
 from .scheduler import AcceleratedScheduler
 from .strategy import Strategy, strategy_for
@@ -152,7 +153,7 @@ class Accelerator(ProcessMethods, SavingMethods, SettingsProperties, TrackingMet
         self.gradient_state = GradientState(accumulation)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.rng_types = [str(kind) for kind in (["generator"] if rng_types is None else rng_types)]
+        self.rng_types = [str(known_rng_type(kind)) for kind in (["generator"] if rng_types is None else rng_types)]
         self.step = 0
         self._trigger = None
         self.log_with = filter_trackers(log_with, self.logging_dir)

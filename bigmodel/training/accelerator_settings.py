@@ -97,7 +97,8 @@ def spreading_plugins(settled: bool, **given: Any) -> dict[str, Any]:
         if plugin is None and (settled or not environment_flag(variable)):
             continue
         kind = _plugin_class(argument, module, name)
-        each = list(plugin.values()) if isinstance(plugin, dict) else [plugin]
+        by_name = isinstance(plugin, dict) and bool(plugin) and argument == "deepspeed_plugin"
+        each = list(plugin.values()) if by_name else [plugin]
         strangers = sorted({kind_text(one) for one in each if plugin is not None and not isinstance(one, kind)})
         if strangers:
             raise WrongTypeError(f"{argument} takes {kind_text(kind)}, not {', '.join(strangers)}.")

@@ -19,7 +19,7 @@ from .argument_types import refuse_wrong_arguments
 from .enums import RNGType
 from .state import PartialState
 
-__all__ = ["restore_rng_states", "rng_states", "set_seed", "synchronize_rng_state", "synchronize_rng_states"]
+__all__ = ["known_rng_type", "restore_rng_states", "rng_states", "set_seed", "synchronize_rng_state", "synchronize_rng_states"]
 
 logger = logging.getLogger("bigmodel.utils.random")
 
@@ -57,7 +57,7 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
     """
     if rng_type is None:
         return
-    kind = _known(rng_type)
+    kind = known_rng_type(rng_type)
     process = PartialState()
     if kind == RNGType.GENERATOR:
         if generator is None:
@@ -72,7 +72,7 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
 
 def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None) -> None:
     """`synchronize_rng_state` for several kinds; each process has to call it with the same ones."""
-    for rng_type in [_known(rng_type) for rng_type in rng_types]:
+    for rng_type in [known_rng_type(rng_type) for rng_type in rng_types]:
         synchronize_rng_state(rng_type, generator)
 
 
@@ -179,7 +179,8 @@ def _states_of_accelerators() -> dict[str, list[list[int]]]:
     return {} if kind is None else {kind: [random_state(device).tolist() for device in accelerators()]}
 
 
-def _known(rng_type: RNGType | str) -> RNGType:
+def known_rng_type(rng_type: RNGType | str) -> RNGType:
+    """The kind of random generator of that name; `TrainingError` names those there are."""
     if rng_type not in RNGType:
         raise TrainingError(f"rng_type is {str(rng_type)!r}; use one of {RNGType.list()}.")
     return RNGType(rng_type)

@@ -173,3 +173,16 @@ def test_values_that_no_tracker_keeps_are_told(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         tracked.log({"loss": 0.5})
     tracked.end_training()
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"fsdp_plugin": {}}, "fsdp_plugin takes a FullyShardedDataParallelPlugin, not a dict"),
+    ({"fsdp_plugin": {"one": FullyShardedDataParallelPlugin()}}, "fsdp_plugin takes a FullyShardedDataParallelPlugin, not a dict"),
+    ({"deepspeed_plugin": {}}, "deepspeed_plugin takes a DeepSpeedPlugin, not a dict"),
+    ({"rng_types": ["generator", "foo"]}, "rng_type is 'foo'; use one of"),
+])  # fmt: skip
+def test_settings_that_cannot_be_are_refused_at_once(settings: dict[str, Any], message: str) -> None:
+    AcceleratorState._reset_state(True)
+    with pytest.raises(TrainingError, match=message):
+        Accelerator(cpu=True, **settings)
+    AcceleratorState._reset_state(True)
