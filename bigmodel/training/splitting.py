@@ -22,21 +22,23 @@ def share_bounds(length: int, rank: int, count: int) -> tuple[int, int]:
 
 
 def share_of(inputs: Any, rank: int, count: int, apply_padding: bool = False) -> Any:
-    """The share of process `rank` among `count`; of a mapping, each value's share. See `PartialState.split_between_processes`.
+    """The share of process `rank` among `count`; of a mapping, each value's share. A text is one thing and goes to all, whole.
+
+    See `PartialState.split_between_processes`.
 
     Raises:
         TrainingError: values of a mapping that differ in length, or an input that cannot be cut.
     """
     if not isinstance(inputs, Mapping):
         return _cut(inputs, rank, count, apply_padding)
-    lengths = {key: _length(value) for key, value in inputs.items()}
+    lengths = {key: _length(value) for key, value in inputs.items() if not isinstance(value, (str, bytes))}
     if len(set(lengths.values())) > 1:
         raise TrainingError(f"Values of different lengths cannot be split together: {lengths}.")
     return rebuilt(inputs, [_cut(value, rank, count, apply_padding) for value in inputs.values()])
 
 
 def _cut(values: Any, rank: int, count: int, apply_padding: bool) -> Any:
-    if count == 1:
+    if count == 1 or isinstance(values, (str, bytes)):
         return values
     length = _length(values)
     start, stop = share_bounds(length, rank, count)

@@ -185,8 +185,9 @@ class PartialState:
         """This process's share of `inputs`: consecutive pieces whose lengths differ by one at most, the longer ones first.
 
         Args:
-            inputs: a list, tuple, string, range, tensor or numpy array (along the first dimension), a table of `datasets`, anything else
-                with a length and slices, or a mapping of such, all of one length. Of one process it is the inputs themselves.
+            inputs: a list, tuple, range, tensor or numpy array (along the first dimension), a table of `datasets`, anything else
+                with a length and slices, or a mapping of such, all of one length. A text goes to all, whole. Of one process it is the
+                inputs themselves.
             apply_padding: shares are as long as the longest one, by repeating the last element of `inputs` (for `gather`).
 
         Raises:

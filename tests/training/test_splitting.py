@@ -20,8 +20,6 @@ COUNTS = st.integers(2, 9)
 KINDS = {
     "list": list,
     "tuple": tuple,
-    "str": lambda items: "".join(chr(100 + item) for item in items),
-    "bytes": bytes,
     "tensor": lambda items: torch.tensor(items, dtype=torch.int64).reshape(-1, 1).expand(-1, 3),
     "numpy": lambda items: numpy.array(items, dtype=numpy.int64).reshape(-1, 1),
 }
@@ -77,8 +75,8 @@ def test_a_mapping_is_cut_by_its_values(kind: Any) -> None:
     inputs = kind({"ids": torch.arange(6).reshape(3, 2), "words": ["a", "b", "c"], "name": "xyz"})
     first, second = (share_of(inputs, rank, 2, apply_padding=True) for rank in (0, 1))
     assert type(first) is type(second) is kind
-    assert (first["ids"].tolist(), first["words"], first["name"]) == ([[0, 1], [2, 3]], ["a", "b"], "xy")
-    assert (second["ids"].tolist(), second["words"], second["name"]) == ([[4, 5], [4, 5]], ["c", "c"], "zz")
+    assert (first["ids"].tolist(), first["words"], first["name"]) == ([[0, 1], [2, 3]], ["a", "b"], "xyz")
+    assert (second["ids"].tolist(), second["words"], second["name"]) == ([[4, 5], [4, 5]], ["c", "c"], "xyz")
     assert list(first) == ["ids", "words", "name"]
 
 
@@ -122,3 +120,10 @@ def test_a_table_is_cut_into_tables() -> None:
 def test_what_cannot_be_cut_is_refused(inputs: Any, message: str) -> None:
     with pytest.raises(TrainingError, match=message):
         share_of(inputs, 0, 2)
+
+
+@pytest.mark.parametrize("text", ["a prompt", b"bytes", ""])
+def test_a_text_goes_to_all_as_it_is(text: str | bytes) -> None:
+    assert [share_of(text, rank, 3) for rank in range(3)] == [text] * 3
+    shares = [share_of({"prompt": ["a", "b", "c"], "style": text}, rank, 3, apply_padding=True) for rank in range(3)]
+    assert shares == [{"prompt": [each], "style": text} for each in "abc"]
