@@ -6,7 +6,10 @@ from typing import Final
 
 import torch
 
-__all__ = ["NIBBLES", "columns_at_once", "dequantized", "split_words"]
+from ..errors import CheckpointError
+from .entry import Entry
+
+__all__ = ["NIBBLES", "columns_at_once", "dequantized", "refuse_other_groups", "split_words"]
 
 NIBBLES: Final = 8
 """4-bit integers of an int32."""
@@ -44,3 +47,9 @@ def columns_at_once(at_once_bytes: int, rows: int, group: int, step: int) -> int
     if most >= group and group % step == 0:
         return most // group * group
     return max(1, min(most, group) // step) * step
+
+
+def refuse_other_groups(entry: Entry, group_of: torch.Tensor, count: int) -> None:
+    """Raises `CheckpointError`, naming the entry that they were read from, where groups are not among the `count` that have scales."""
+    if not ((group_of >= 0) & (group_of < count)).all():
+        raise CheckpointError(f"{entry.file}: {entry.name!r}: damaged: names groups beyond the {count} that have scales.")

@@ -27,6 +27,11 @@ NAME: Final = "_extra_state"
 JSON_TEXT: Final = "application/json"
 """What a file's metadata say of a tensor that holds JSON."""
 
+DEEPEST: Final = 100
+"""Lists and dicts within each other. What holds itself has no end."""
+LONGEST_BITS: Final = 4096
+"""Of an integer: Python writes and reads no more than 4300 digits."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExtraState:
@@ -80,15 +85,17 @@ def extra_state_takers(model: nn.Module) -> dict[str, nn.Module]:
 
 def text_tensor(value: Any) -> torch.Tensor | None:
     """A plain value as JSON in a tensor of bytes; None for what JSON would not give back as it was."""
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8) if _is_plain(value) else None
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8) if _is_plain(value, DEEPEST) else None
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, depth: int) -> bool:
     if type(value) is list:
-        return all(map(_is_plain, value))
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
     if type(value) is dict:
-        return all(type(key) is str and _is_plain(item) for key, item in value.items())
-    return value is None or type(value) in (bool, int, float, str)
+        return depth > 0 and all(type(key) is str and _is_plain(item, depth - 1) for key, item in value.items())
+    if type(value) is int:
+        return value.bit_length() <= LONGEST_BITS
+    return value is None or type(value) in (bool, float, str)
 
 
 def set_extra_states(model: nn.Module, values: Mapping[str, Any]) -> None:

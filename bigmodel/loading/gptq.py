@@ -12,16 +12,15 @@ Source: https://github.com/AutoGPTQ/AutoGPTQ, nn_modules/qlinear; https://github
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from ..errors import CheckpointError
-from .bit_fields import columns_at_once, dequantized, split_words
+from .beside import CONFIGS, quantization_beside
+from .bit_fields import columns_at_once, dequantized, refuse_other_groups, split_words
 from .entry import Box, Dequantized, Entry
 from .location import CheckpointFile
 
@@ -30,9 +29,7 @@ __all__ = ["join_gptq"]
 ENDING: Final = "qweight"
 STORED_LESS: Final = {"gptq": 1, "gptq_v2": 0}
 """What is taken off zeros before they are stored, by the name of the format."""
-CONFIGS: Final = ("quantize_config.json", "config.json")
 SCALES: Final = (torch.float16, torch.bfloat16, torch.float32)
-MAX_CONFIG_BYTES: Final = 1 << 22
 AT_ONCE: Final = 2
 """Boxes are larger than others', since all scales are read for each."""
 
@@ -64,19 +61,8 @@ def join_gptq(name: str, entries: Mapping[str, Entry]) -> tuple[Entry, list[str]
 
 def _checkpoint_format(file: CheckpointFile) -> str | None:
     """What the configuration beside a file calls the format; None where there is none that speaks of quantization."""
-    if not isinstance(file, Path):
-        return None
-    for name in CONFIGS:
-        config = file.parent / name
-        try:
-            content = json.loads(config.read_bytes()) if config.stat().st_size <= MAX_CONFIG_BYTES else None
-        except (OSError, ValueError, RecursionError):
-            continue
-        if name == "config.json" and isinstance(content, dict):
-            content = content.get("quantization_config")
-        if isinstance(content, dict) and content:
-            return str(content.get("checkpoint_format") or "gptq")
-    return None
+    described = quantization_beside(file)
+    return str(described.get("checkpoint_format") or "gptq") if described else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +92,7 @@ class _Gptq(Dequantized):
     def values(self, box: Box, inputs: list[torch.Tensor]) -> torch.Tensor:
         """(integer - zero) × scale. Raises `CheckpointError` for groups that there are not, and for zeros that may mean two things."""
         packed, groups, scales, read = inputs
-        if not ((groups >= 0) & (groups < len(scales))).all():
-            raise CheckpointError(
-                f"{self.groups.file}: {self.groups.name!r}: damaged: names groups beyond the {len(scales)} that have scales."
-            )
+        refuse_other_groups(self.groups, groups, len(scales))
         # Turned while they are small.
         integers = split_words(packed.T.contiguous(), self.bits)
         return dequantized(integers, self._zeros(split_words(read, self.bits)).T, scales.T, groups.long())

@@ -16,14 +16,17 @@ from typing import Final
 import torch
 
 from ..errors import CheckpointError
-from .bit_fields import NIBBLES, dequantized, split_words
+from .beside import quantization_beside
+from .bit_fields import NIBBLES, dequantized, refuse_other_groups, split_words
 from .entry import Box, Dequantized, Entry
 
-__all__ = ["join_pack_quantized"]
+__all__ = ["join_pack_quantized", "promised"]
 
 ENDING: Final = "_packed"
 OFFSET: Final = 8
 """What is added to the integers (-8 to 7) so that none is negative."""
+REORDERED: Final = (True, "group", "dynamic")
+"""What configurations call an order in which neighbouring columns may be of different groups."""
 SCALES: Final = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -50,9 +53,22 @@ def join_pack_quantized(name: str, entries: Mapping[str, Entry]) -> tuple[Entry,
         return None
     if groups is not None and (groups.shape != (columns,) or groups.dtype != torch.int32):
         return None
+    if any(weight + ending not in entries for ending in promised(packed)):
+        return None
     made = _PackQuantized(f"{name} as 4-bit integers", packed, scale, shape, zeros, groups)
     whole = Entry(weight, packed.file, 0, packed.nbytes, torch.float32, (rows, columns), contents=made)
     return whole, [part.name for part in parts]
+
+
+def promised(packed: Entry) -> tuple[str, ...]:
+    """Endings of the companions without which, says the configuration beside the file, no weight in it has its meaning."""
+    groups = quantization_beside(packed.file).get("config_groups")
+    weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    described = [each for each in weights if isinstance(each, dict)]
+    if not described:
+        return ()
+    zeros = ("_zero_point",) if all(each.get("symmetric") is False for each in described) else ()
+    return (*zeros, "_g_idx") if all(each.get("actorder") in REORDERED for each in described) else zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,5 +112,7 @@ class _PackQuantized(Dequantized):
             read = others.pop(0)
             zeros = split_words(read.T, 4).T[: len(packed)] if read.dtype == torch.int32 else read + OFFSET
         # Where columns were not reordered, all groups are -1.
-        group_of = others[0].long() if others and (others[0] >= 0).all() else None
+        group_of = others[0].long() if others and not (others[0] == -1).all() else None
+        if group_of is not None and self.groups is not None:
+            refuse_other_groups(self.groups, group_of, scale.shape[1])
         return dequantized(split_words(packed, 4), zeros, scale, group_of)

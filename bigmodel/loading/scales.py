@@ -19,7 +19,7 @@ from .awq import join_awq
 from .entry import Dequantized, Entry, Scaled
 from .gptq import join_gptq
 from .mxfp4 import BLOCKS_ENDING, join_mxfp4
-from .pack_quantized import join_pack_quantized
+from .pack_quantized import join_pack_quantized, promised
 
 __all__ = ["ScaledEntries", "packed_form", "scaled_entries"]
 
@@ -61,11 +61,17 @@ def scaled_entries(entries: Mapping[str, Entry], targets: Mapping[str, TensorSpe
     if not kept and any(spec.dtype in WEIGHT_DTYPES for spec in targets.values()):
         return ScaledEntries(entries, {})
     joined = dict(entries)
+    parts_of: dict[str, list[str]] = {}
     refused = {}
     for name, entry in entries.items():
         packed = None if name in targets or name in kept else next((found for join in JOINS if (found := join(name, entries))), None)
         if packed is not None and packed[0].name not in entries:
             whole, names = packed
+            if whole.name in parts_of:  # which of the two is meant is not known: neither fills a tensor
+                joined.pop(whole.name, None)
+                joined |= {each: entries[each] for each in parts_of[whole.name]}
+                continue
+            parts_of[whole.name] = names
             joined[whole.name] = whole
             for each in names:
                 joined.pop(each, None)
@@ -120,6 +126,9 @@ def packed_form(name: str, entries: Mapping[str, Entry]) -> str | None:
     if entry is not None and isinstance(entry.contents, Dequantized):
         return f"{entry.contents.told}, which would be of this shape"
     layer = name.removesuffix("weight")
+    twice = [each for each in (f"{name}_packed", f"{name}{BLOCKS_ENDING}", f"{layer}qweight") if each in entries]
+    if len(twice) > 1:
+        return f"it is packed in several ways, {' and '.join(twice)}, of which one is left over: delete that from the checkpoint"
     kinds = {
         f"{name}_scale_2": (name, "NVFP4 of ModelOpt"),
         f"{name}_global_scale": (name if entry is not None else f"{name}_packed", "NVFP4"),
@@ -132,4 +141,21 @@ def packed_form(name: str, entries: Mapping[str, Entry]) -> str | None:
         found = name, "pairs of 4-bit floats, as NVFP4"
     if found is None:
         return None
-    return f"{found[0]} is packed in a way that bigmodel does not read, {found[1]}: load the unquantized checkpoint"
+    companions = _companions(found[0], entries)
+    lost = next((each for each in companions if each not in entries), None)
+    if lost is not None:
+        return f"{found[0]} is packed, but {lost}, which belongs to it, is not in the checkpoint: get the checkpoint again, all its files"
+    parts = [entries[each] for each in ([found[0], *companions] if companions else ())]
+    shapes = ", ".join(f"{part.name.rpartition('.')[2]} {list(part.shape)} {str(part.dtype).removeprefix('torch.')}" for part in parts)
+    told = f" ({shapes})" if shapes else ""
+    return f"{found[0]} is packed in a way that bigmodel does not read, {found[1]}{told}: load the unquantized checkpoint"
+
+
+def _companions(packed: str, entries: Mapping[str, Entry]) -> list[str]:
+    """The tensors without which integers of GPTQ, AWQ and compressed-tensors have no values."""
+    if packed.endswith("qweight"):
+        return [packed.removesuffix("qweight") + each for each in ("scales", "qzeros")]
+    weight = packed.removesuffix("_packed")
+    if weight == packed or f"{weight}_global_scale" in entries:
+        return []
+    return [weight + each for each in ("_scale", "_shape", *promised(entries[packed]))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -143,4 +144,28 @@ def test_what_is_more_than_integers_is_refused(described: dict[str, Any], checkp
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
     (tmp_path / "packed" / "config.json").write_text(json.dumps(config | {"quantization_config": described}))
     with pytest.raises(CheckpointError, match=r"quantization_config says compressed-tensors"):
+        from_pretrained(tmp_path / "packed", device_map="cpu")
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        METHODS["compressed-tensors"][1] | {"config_groups": [1]},
+        METHODS["compressed-tensors"][1] | {"config_groups": {"group_0": {"weights": [4]}}},
+        METHODS["compressed-tensors"][1] | {"config_groups": {"group_0": {"weights": WEIGHTS, "format": ["pack-quantized"]}}},
+        METHODS["compressed-tensors"][1] | {"sparsity_config": "dense", "config_groups": 3},
+        METHODS["gptq"][1] | {"bits": "4"},
+        METHODS["gptq"][1] | {"bits": [4]},
+        METHODS["gptq"][1] | {"checkpoint_format": ["gptq"]},
+        METHODS["gptq"][1] | {"quant_method": None},
+        METHODS["gptq"][1] | {"quant_method": ["gptq"]},
+        "gptq",
+        [METHODS["gptq"][1]],
+    ],
+)
+def test_a_damaged_configuration_is_refused(described: object, checkpoint_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    packed(checkpoint_folder("llama"), tmp_path / "packed", "gptq")
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(config | {"quantization_config": described}))
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "packed"))):
         from_pretrained(tmp_path / "packed", device_map="cpu")

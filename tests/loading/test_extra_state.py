@@ -78,7 +78,20 @@ def test_plain_values_come_back_as_they_were(tmp_path: Path, value: Any, limit: 
     assert torch.equal(model[1].extra, torch.ones(3))
 
 
-@pytest.mark.parametrize("value", [(1, 2), {1: 2}, b"bytes", {"a": torch.ones(1)}, object()])
+def endless() -> list[Any]:
+    held: list[Any] = []
+    held.append(held)
+    return held
+
+
+def nested(depth: int) -> Any:
+    value: Any = {}
+    for _ in range(depth):
+        value = {"a": [value]}
+    return value
+
+
+@pytest.mark.parametrize("value", [(1, 2), {1: 2}, b"bytes", {"a": torch.ones(1)}, object(), endless(), nested(3000), [10**5000]])
 def test_what_no_file_holds_is_refused_by_name(tmp_path: Path, value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"'1\._extra_state' in the state dict is an? \w+, not a tensor.*Let get_extra_state give"):
         save_model(pair(None, value), tmp_path / "new")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -207,6 +208,89 @@ def test_groups_that_there_are_not_are_named(tmp_path: Path) -> None:
     state["layer.g_idx"][5] = 3
     with pytest.raises(CheckpointError, match=r"'layer\.g_idx': damaged: names groups beyond the 3"):
         load(linear(*meaning.shape), saved(tmp_path, state))
+
+
+@pytest.mark.parametrize("wrong", [4, -1])
+@pytest.mark.parametrize("zeros", ["", "packed"])
+def test_groups_of_compressed_tensors_that_there_are_not_are_named(tmp_path: Path, zeros: str, wrong: int) -> None:
+    state, meaning = compressed(19, 64, 4, zeros, order=True)
+    state["layer.weight_g_idx"][5] = wrong
+    with pytest.raises(CheckpointError, match=r"'layer\.weight_g_idx': damaged: names groups beyond the 4"):
+        load(linear(*meaning.shape), saved(tmp_path, state))
+
+
+def test_columns_of_compressed_tensors_that_were_not_reordered_have_no_groups_of_their_own(tmp_path: Path) -> None:
+    state, meaning = compressed(19, 64, 4, "packed")
+    state["layer.weight_g_idx"] = torch.full((64,), -1, dtype=torch.int32)
+    model = linear(*meaning.shape)
+    load(model, saved(tmp_path, state), strict=True)
+    assert torch.equal(model["layer"].weight, meaning.float())
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost"),
+    [
+        ("gptq, reordered", "scales"),
+        ("gptq", "qzeros"),
+        ("awq", "scales"),
+        ("awq", "qzeros"),
+        ("compressed", "weight_scale"),
+        ("compressed", "weight_shape"),
+    ],
+)
+def test_a_companion_that_is_lost_is_named(tmp_path: Path, kind: str, lost: str) -> None:
+    state, meaning = CASES[kind]()
+    del state[f"layer.{lost}"]
+    with pytest.raises(
+        MatchError, match=rf"packed, but layer\.{lost}, which belongs to it, is not in the checkpoint: .*get the checkpoint again"
+    ):
+        load(linear(*meaning.shape), saved(tmp_path, state, {"bits": 4}))
+
+
+@pytest.mark.parametrize(("kind", "damaged"), [("gptq", "scales"), ("awq", "qzeros"), ("compressed", "weight_scale")])
+def test_the_shapes_of_what_does_not_belong_together_are_told(tmp_path: Path, kind: str, damaged: str) -> None:
+    state, meaning = CASES[kind]()
+    state[f"layer.{damaged}"] = state[f"layer.{damaged}"][:-1].clone()
+    with pytest.raises(MatchError, match=rf"bigmodel does not read.*{damaged} {re.escape(str(list(state[f'layer.{damaged}'].shape)))}"):
+        load(linear(*meaning.shape), saved(tmp_path, state, {"bits": 4}))
+
+
+@pytest.mark.parametrize(
+    ("described", "zeros", "order", "lost"),
+    [
+        ({"symmetric": False}, "packed", False, "zero_point"),
+        ({"actorder": "group"}, "", True, "g_idx"),
+        ({"actorder": True}, "", True, "g_idx"),
+    ],
+)
+def test_what_the_configuration_promises_may_not_be_lost(
+    tmp_path: Path, described: dict[str, object], zeros: str, order: bool, lost: str
+) -> None:
+    state, meaning = compressed(16, 64, 4, zeros, order)
+    quantization: dict[str, object] = {"config_groups": {"group_0": {"weights": {"num_bits": 4, **described}}}}
+    model = linear(*meaning.shape)
+    load(model, saved(tmp_path, state, quantization), strict=True)
+    assert torch.equal(model["layer"].weight, meaning.float())
+    del state[f"layer.weight_{lost}"]
+    with pytest.raises(MatchError, match=rf"packed, but layer\.weight_{lost}, which belongs to it, is not in the checkpoint"):
+        load(linear(*meaning.shape), saved(tmp_path, state, quantization))
+
+
+@pytest.mark.parametrize(
+    "described", [[], "text", {"config_groups": [1]}, {"config_groups": {"group_0": None}}, {"config_groups": {"a": {"weights": 3}}}]
+)
+def test_a_configuration_that_says_nothing_promises_nothing(tmp_path: Path, described: object) -> None:
+    state, meaning = compressed(16, 64, 4)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": described}))
+    model = linear(*meaning.shape)
+    load(model, saved(tmp_path, state), strict=True)
+    assert torch.equal(model["layer"].weight, meaning.float())
+
+
+def test_a_weight_that_is_packed_twice_is_refused(tmp_path: Path) -> None:
+    state = CASES["compressed, one group"]()[0] | gptq(8, 40, 1, 4, 1, symmetric=True, order=False)[0]
+    with pytest.raises(MatchError, match=r"packed in several ways, layer\.weight_packed and layer\.qweight"):
+        load(linear(8, 40), saved(tmp_path, state, {"bits": 4}))
 
 
 class Stacked:

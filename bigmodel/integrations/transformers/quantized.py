@@ -29,7 +29,7 @@ def own_quantization(path_or_id: str | os.PathLike[str], config: Any) -> Any:
             quantization = getattr(part, attribute, None)
             if not quantization:
                 continue
-            described = quantization if isinstance(quantization, dict) else vars(quantization)
+            described = quantization if isinstance(quantization, dict) else getattr(quantization, "__dict__", {})
             method = described.get("quant_method", "unknown method")
             method = str(getattr(method, "value", method))
             if part is config and method == "bitsandbytes":
@@ -63,13 +63,18 @@ def _is_plain_awq(described: Mapping[str, Any], model_type: str | None) -> bool:
     return described.get("bits") == 4 and version == "gemm" and model_type not in SCALED_ACTIVATIONS
 
 
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
 def _is_packed_int4(described: Mapping[str, Any], model_type: str | None) -> bool:
-    groups = [group for group in (described.get("config_groups") or {}).values() if isinstance(group, Mapping)]
-    weights = [group.get("weights") or {} for group in groups]
-    formats = {group.get("format") or described.get("format") for group in groups}
-    sparsity = (described.get("sparsity_config") or {}).get("format", "dense")
+    groups = [_mapping(group) for group in _mapping(described.get("config_groups")).values()]
+    weights = [_mapping(group.get("weights")) for group in groups]
+    formats = [group.get("format") or described.get("format") for group in groups]
+    sparsity = _mapping(described.get("sparsity_config")).get("format", "dense")
     is_int4 = all(each.get("num_bits") == 4 and each.get("type", "int") == "int" for each in weights)
-    return formats == {"pack-quantized"} and is_int4 and sparsity == "dense" and not described.get("transform_config")
+    is_packed = bool(formats) and all(each == "pack-quantized" for each in formats)
+    return is_packed and is_int4 and sparsity == "dense" and not described.get("transform_config")
 
 
 FLOATING: Final[Mapping[str, Callable[[Mapping[str, Any], str | None], bool]]] = {
