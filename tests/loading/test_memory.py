@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,9 +70,18 @@ def extra_bytes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
             for number, (name, value) in enumerate(state.items()):
                 save_file({name: value}, folder / f"model-{number + 1:05d}-of-{LAYERS:05d}.safetensors")
     asked = [(str(root / f"{form}-{stored}"), wanted) for form, stored, wanted in cases]
-    result = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(asked), request.param], capture_output=True, text=True, check=False)
+    return dict(zip(cases, run(asked, request.param), strict=True))
+
+
+def run(asked: list[tuple[str, str]], pages: str) -> list[int]:
+    """What the script prints of folders and the dtypes that their layers become."""
+    command = [sys.executable, "-c", SCRIPT, json.dumps(asked), pages]
+    # glibc keeps some of what the loads before have freed, and not always the same; above this size it gives all of it back.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert result.returncode == 0, result.stderr
-    return dict(zip(cases, json.loads(result.stdout), strict=True))
+    found: list[int] = json.loads(result.stdout)
+    return found
 
 
 @pytest.mark.parametrize(("stored", "wanted"), DTYPES)
@@ -107,7 +117,5 @@ def test_integers_become_floats_without_more_than_the_ring(tmp_path: Path) -> No
         state = {name: value for number in range(LAYERS) for name, value in integers(form, str(number)).items()}
         save_file(state, tmp_path / form / "model.safetensors")
         asked += [(str(tmp_path / form), dtype) for dtype in ("float32", "bfloat16")]
-    result = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(asked), PAGES[0]], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
     # The floats of one layer are 2 or 4 MiB, those of all of them 32 or 64.
-    assert max(json.loads(result.stdout)) <= min(RING_BYTES, 24 * MiB)
+    assert max(run(asked, PAGES[0])) <= min(RING_BYTES, 24 * MiB)
