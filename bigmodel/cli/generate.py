@@ -11,6 +11,7 @@ from ..dispatch import placement
 from ..errors import BigModelError
 from ..integrations.transformers import config_folder, from_pretrained, resolve, single_gguf
 from ..integrations.transformers.package import transformers_module
+from ..loading import Checkpoint
 from ..loading.location import HubRepository, located
 from ..text import kind_text
 from .budgets import MaxMemory, parse_max_memory
@@ -44,6 +45,7 @@ def _tokenizer(model: str) -> Any:
     advice = "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) beside config.json."
     gguf = _gguf(model)
     if gguf is not None:
+        Checkpoint.open(gguf)  # says what is damaged in the file, if anything is
         advice = "A GGUF file holds its tokenizer itself (tokenizer.ggml.model, tokenizer.ggml.tokens): convert the model with it."
     try:
         auto = transformers_module().AutoTokenizer
@@ -60,6 +62,8 @@ def _tokenizer(model: str) -> Any:
 def _gguf(model: str) -> Path | None:
     """The GGUF file that is the whole model, fetched if it is on the hub; None for models with a configuration of their own."""
     place = located(model)
+    if isinstance(place, Path) and not place.exists():
+        Checkpoint.open(place)  # says that it is not there
     if isinstance(place, HubRepository) and (place.path.endswith(".gguf") or config_folder(place) is None):
         fetched = resolve(model)
         return fetched if fetched.is_file() else None

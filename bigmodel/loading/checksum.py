@@ -8,6 +8,7 @@ bit and a lost, doubled or misplaced page do not get past that; several flips in
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Final
 
@@ -17,7 +18,7 @@ from ..errors import CheckpointError
 from .entry import Entry
 from .transfer import Transfer
 
-__all__ = ["Checksum", "check_tensors", "checksum", "checksums_in", "mismatch", "noted", "room_for"]
+__all__ = ["Checksum", "check_tensors", "checksum", "checksums_in", "mismatch", "not_compared", "noted", "room_for"]
 
 KEY: Final = "checksum:"
 """What a tensor's name in the metadata begins with."""
@@ -81,6 +82,16 @@ def check_tensors(read: Iterable[tuple[Transfer, torch.Tensor]], checksums: Mapp
         expected = None if entry is None else checksums.get(entry.name)
         if entry is not None and expected is not None and tensor.dtype == entry.dtype and checksum(tensor) != expected:
             raise mismatch(entry)
+
+
+def not_compared(read: Iterable[Transfer], checksums: Mapping[str, str]) -> dict[Entry, str]:
+    """Of tensors that are read in parts or become others: the entries in them that have checksums, which `check_tensors` cannot compare."""
+    others = [transfer for transfer in read if _whole_entry(transfer) is None] if checksums else []
+    ranges: defaultdict[str, dict[tuple[int, int], Entry]] = defaultdict(dict)
+    for entry in (entry for transfer in others for entry in transfer.entries() if entry.name in checksums):
+        ranges[entry.name][entry.offset, entry.nbytes] = entry
+    # An entry of several ranges stands for parts of a tensor; a checksum is of the whole.
+    return {entry: checksums[name] for name, found in ranges.items() if len(found) == 1 for entry in found.values()}
 
 
 def mismatch(entry: Entry) -> CheckpointError:

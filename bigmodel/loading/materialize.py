@@ -19,7 +19,7 @@ from ..modules import get_non_persistent_buffers, owner_of
 from ..progress import Progress, ProgressCallback
 from ..protocols import Packer, TensorSpec
 from ..text import bytes_text
-from .checksum import check_tensors
+from .checksum import check_tensors, not_compared
 from .exchange import several_processes
 from .extra_state import ExtraStates, set_extra_states
 from .host_memory import empty_tensors
@@ -33,6 +33,7 @@ from .report import KeptWeight, LoadReport
 from .sharded import filled_like, is_sharded, local_device, local_transfer
 from .store import CheckpointStore
 from .transfer import Transfer
+from .verify import verify_entries
 from .ways import READINGS, Reading
 
 __all__ = ["check_covering", "materialize", "placements"]
@@ -155,6 +156,8 @@ def materialize(
         with Progress(total, "Loading", show=progress, callback=progress_callback) as bar:
             bytes_read = reader.read([*jobs, *extra.jobs], bar, fresh=True)
             check_tensors(jobs, match.checksums)
+            converted = [*read, *(weights.values() if kept_before is None else ())]
+            verify_entries(not_compared((each for each in converted if each.target not in sharded), match.checksums))
             if packer is not None and weights:
                 places = {name: targets.get(keys[name]) for name in weights}
                 packed = bring_packed(reader, weights, places, packer, packed_file, kept_before, bar)

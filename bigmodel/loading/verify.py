@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from .entry import Entry
 from .location import CheckpointFile, RemoteFile
 from .workers import in_order
 
-__all__ = ["digits_of", "verify_files"]
+__all__ = ["digits_of", "verify_entries", "verify_files"]
 
 CHUNK_BYTES: Final = 4 << 20
 READERS: Final = 4
@@ -55,6 +56,16 @@ def verify_files(
     local = [(file, expected) for file, expected in wanted if not isinstance(file, RemoteFile)]
     with Progress(sum(file.stat().st_size for file, _ in local), "Verifying", show=progress) as bar:
         in_order(lambda item: _verify(item[0], item[1], bar), local, READERS)
+
+
+def verify_entries(expected: Mapping[Entry, str]) -> None:
+    """Reads entries of local files again, and compares them with their checksums. Raises `CheckpointError`."""
+    of_file: defaultdict[Path, dict[Entry, str]] = defaultdict(dict)
+    for entry, digits in expected.items():
+        if isinstance(entry.file, Path) and entry.is_plain:
+            of_file[entry.file][entry] = digits
+    with Progress(0, "Verifying", show=False) as bar:
+        in_order(lambda item: _verify_tensors(item[0], item[1], bar), list(of_file.items()), READERS)
 
 
 def _verify(file: Path, expected: _Expected | Mapping[Entry, str], bar: Progress) -> None:

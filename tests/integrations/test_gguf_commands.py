@@ -105,3 +105,14 @@ def test_a_model_in_several_files_is_told_of_by_its_headers(hub: Hub, capsys: py
     code, out, _ = run(capsys, "load", "owner/several", "--check", "--json")
     facts = json.loads(out)
     assert (code, facts["model"], len(facts["files"])) == (0, None, 2)
+
+
+def test_generate_says_of_a_damaged_or_missing_file_that_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged, link = tmp_path / "damaged.gguf", tmp_path / "link.gguf"
+    damaged.write_bytes(b"GGUF\x03\0\0\0" + b"\xff" * 64)
+    link.symlink_to(tmp_path / "nowhere")
+    for file, story in ((damaged, "damaged"), (link, "the link points to nothing"), (tmp_path / "missing.gguf", "there is no such file")):
+        code, _, error = run(capsys, "generate", file, "--prompt", "ab!")
+        assert code == 1
+        assert f"{file.name}: {story}" in error
+        assert "tokenizer" not in error

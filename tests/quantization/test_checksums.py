@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,27 @@ def test_what_was_saved_packed_is_checked_shard_by_shard(tmp_path: Path, shard_b
         load_checkpoint_and_dispatch(empty_net(), tmp_path / "saved", device_map={"": "cpu"})
     with pytest.raises(CheckpointError, match=name):
         Checkpoint.open(tmp_path / "saved", verify=True)
+
+
+@pytest.mark.parametrize(
+    ("saved", "again", "name"),
+    [
+        ("fp8", {}, "layers.2.up.weight"),
+        ("fp8", {"quantization": "nf4"}, "layers.2.up.weight"),
+        ("nf4", {"dtype": torch.bfloat16}, "layers.2.up.bias"),
+        ("int8", {"dtype": torch.float16}, "embed.weight"),
+    ],
+)
+def test_damage_in_what_becomes_something_else_is_noticed(tmp_path: Path, saved: str, again: dict[str, Any], name: str) -> None:
+    saved_net(tmp_path)
+    model = load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map={"": "cpu"}, quantization=saved)
+    (file,) = save_model(model, tmp_path / "saved")
+    load_checkpoint_and_dispatch(empty_net(), tmp_path / "saved", device_map={"": "cpu"}, **again)
+    flip(file, name, 3)
+    net = empty_net()
+    with pytest.raises(CheckpointError, match=rf"'{name}': the bytes are not those that were written"):
+        load_checkpoint_and_dispatch(net, tmp_path / "saved", device_map={"": "cpu"}, **again)
+    assert all(parameter.is_meta for parameter in net.parameters())
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 7, 4096, 4097, 3 * 4096, 50_001])
