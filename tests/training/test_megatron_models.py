@@ -125,6 +125,7 @@ def what_does_not_fit() -> None:
     groups = [{"params": [queries], "lr": 0.1}, {"params": [each for each in model.parameters() if each is not queries]}]
     with pytest.raises(TrainingError, match=r"Groups 0 and 1 of the optimizer have tensors that are one parameter"):
         accelerator().prepare(model, torch.optim.AdamW(groups))
+    assert all(torch.equal(here, there) for here, there in zip(model.parameters(), llama().parameters(), strict=True))  # not emptied
     model = llama()
     model.model.adapted = nn.Linear(2, 2)
     with pytest.raises(TrainingError, match=r"no plain causal llama model: of its tensors model.adapted.bias, model"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,6 +30,7 @@ from .megatron_files import (
 from .megatron_layers import follow_autocast
 from .megatron_model import MegatronModel
 from .megatron_models import described, tied_names
+from .megatron_names import Rule
 from .megatron_parts import clip_norm
 from .megatron_refusals import refuse_what_is_not_done
 from .megatron_scheduler import MegatronLMDummyScheduler, megatron_schedule
@@ -80,7 +81,14 @@ class MegatronStrategy(Strategy):
 
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
         """The objects of one `Accelerator.prepare`; a `MegatronLMDummyScheduler` becomes megatron-core's schedule."""
+        from megatron.core.models.gpt.gpt_model import GPTModel
+
         accelerator = self.accelerator
+        optimizers = [each.optimizer for each in accelerator._optimizers]
+        optimizers += [each for each in objects if isinstance(each, torch.optim.Optimizer)]
+        for model in objects:
+            if isinstance(model, nn.Module) and not isinstance(model, GPTModel):
+                _check_groups(optimizers, model, described(model).rules)
         ready = super().prepare(objects, placements)
         for position, thing in enumerate(objects):
             if isinstance(thing, MegatronLMDummyScheduler):
@@ -127,16 +135,12 @@ class MegatronStrategy(Strategy):
 
         Raises `TrainingError` where groups of the optimizer would share a parameter, and for one that has made steps already.
         """
-        owners: dict[int, int] = {}
-        for number, group in enumerate(optimizer.param_groups):
-            renewed = {id(new): new for new in (self._renewed.get(parameter, parameter) for parameter in group["params"])}
-            for key in renewed:
-                if owners.setdefault(key, number) != number:
-                    raise TrainingError(
-                        f"Groups {owners[key]} and {number} of the optimizer have tensors that are one parameter in megatron-core (queries,"
-                        " keys and values; the two of a gated layer): put them into one group."
-                    )
-            group["params"] = list(renewed.values())
+        renewed = [
+            {id(new): new for new in (self._renewed.get(each, each) for each in group["params"])} for group in optimizer.param_groups
+        ]
+        _check_owners((id(each), number) for number, parameters in enumerate(renewed) for each in parameters)
+        for group, parameters in zip(optimizer.param_groups, renewed, strict=True):
+            group["params"] = list({id(each): each for each in parameters}.values())
         if any(parameter in self._renewed for parameter in optimizer.state):
             raise TrainingError("The optimizer has made steps before its model was prepared: prepare both first, or load_state.")
         if not any(each is optimizer for each, _ in self._clipping):
@@ -231,6 +235,26 @@ class MegatronStrategy(Strategy):
             hook.remove()
         for kept in (self._renewed, self._sources, self._clipping):
             kept.clear()
+
+
+def _check_groups(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module, rules: Iterable[Rule]) -> None:
+    """Before the model is emptied: what becomes one parameter must lie in one group."""
+    state = model.state_dict(keep_vars=True)
+    becomes = {id(state[source]): rule.name for rule in rules for source in rule.sources}
+    for optimizer in optimizers:
+        groups = enumerate(optimizer.param_groups)
+        _check_owners((becomes.get(id(each), id(each)), number) for number, group in groups for each in group["params"])
+
+
+def _check_owners(owned: Iterable[tuple[Hashable, int]]) -> None:
+    """Parameters of megatron-core (by whatever tells one from the other) with the numbers of groups that hold them, or parts of them."""
+    owners: dict[Hashable, int] = {}
+    for parameter, number in owned:
+        if owners.setdefault(parameter, number) != number:
+            raise TrainingError(
+                f"Groups {owners[parameter]} and {number} of the optimizer have tensors that are one parameter in megatron-core (queries,"
+                " keys and values; the two of a gated layer): put them into one group."
+            )
 
 
 def _agree_on_accumulation(accelerator: Accelerator, plugin: Any) -> None:
