@@ -135,9 +135,7 @@ class MegatronStrategy(Strategy):
 
         Raises `TrainingError` where groups of the optimizer would share a parameter, and for one that has made steps already.
         """
-        renewed = [
-            {id(new): new for new in (self._renewed.get(each, each) for each in group["params"])} for group in optimizer.param_groups
-        ]
+        renewed = [[self._renewed.get(each, each) for each in group["params"]] for group in optimizer.param_groups]
         _check_owners((id(each), number) for number, parameters in enumerate(renewed) for each in parameters)
         for group, parameters in zip(optimizer.param_groups, renewed, strict=True):
             group["params"] = list({id(each): each for each in parameters}.values())
