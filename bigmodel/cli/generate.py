@@ -62,8 +62,8 @@ def _tokenizer(model: str) -> Any:
 def _gguf(model: str) -> Path | None:
     """The GGUF file that is the whole model, fetched if it is on the hub; None for models with a configuration of their own."""
     place = located(model)
-    if isinstance(place, Path) and not place.exists():
-        Checkpoint.open(place)  # says that it is not there
+    if isinstance(place, Path) and not place.is_file() and not (place / "config.json").exists():
+        Checkpoint.open(place)  # says that it is not there, or that several files are
     if isinstance(place, HubRepository) and (place.path.endswith(".gguf") or config_folder(place) is None):
         fetched = resolve(model)
         return fetched if fetched.is_file() else None

@@ -254,3 +254,31 @@ def test_an_unknown_way_of_filling_is_refused_by_name(tmp_path: Path, monkeypatc
 def test_a_mapping_of_names_is_refused(written: tuple[Path, Any]) -> None:
     with pytest.raises(MatchError, match="key_mapping"):
         from_pretrained(written[0], device_map="cpu", key_mapping={"a": "b"})
+
+
+def test_damage_is_named_whatever_transformers_makes_of_it(tmp_path: Path) -> None:
+    kind = ARCHITECTURES["llama"]
+    file = write(tmp_path / "model.gguf", kind, tensors_of(kind, tmp_path))
+    whole = file.read_bytes()
+    header_bytes = len(whole) - sum(entry.nbytes for entry in Checkpoint.open(file).entries.values())
+    file.write_bytes(whole[:-3000])
+    with pytest.raises(CheckpointError, match=r"model\.gguf: truncated: expected at least \d+ bytes, found"):
+        from_pretrained(file, device_map="cpu")
+    said = []
+    for place in range(8, header_bytes, 37):
+        damaged = bytearray(whole)
+        damaged[place] ^= 64
+        file.write_bytes(damaged)
+        try:
+            from_pretrained(file, device_map="cpu")
+        except (CheckpointError, MatchError) as error:
+            said.append(str(error))
+    assert len(said) > 5
+    assert all(str(file) in each for each in said)
+
+
+def test_several_files_in_a_folder_are_told(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / f"{name}.gguf", ARCHITECTURES["llama"], {"output.weight": values("o", (2, 2))})
+    with pytest.raises(CheckpointError, match=r"a\.gguf.*b\.gguf"):
+        from_pretrained(tmp_path, device_map="cpu")

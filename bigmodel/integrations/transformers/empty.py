@@ -62,8 +62,10 @@ def load_config(path: str | os.PathLike[str], *, trust_remote_code: bool = False
         path, overrides = gguf.parent, overrides | {"gguf_file": gguf.name}
     try:
         config = transformers.AutoConfig.from_pretrained(os.fspath(path), trust_remote_code=trust_remote_code, **overrides)
-    # Transformers takes the types of what it reads for granted.
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (BigModelError, ImportError):
+        raise
+    # What transformers reads is taken for granted there, types as well: anything may come of damage.
+    except Exception as error:
         raise CheckpointError(f"{os.fspath(gguf or path)!r} has no configuration that transformers can read: {error}") from error
     if gguf is not None and not config.architectures:
         config.architectures = _usual_architecture(config)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,6 +111,8 @@ def from_pretrained(
     quantization = quantization_config if quantization is None else quantization
     folder = resolve(path_or_id, revision=revision, local_files_only=local_files_only, trust_remote_code=trust_remote_code)
     overrides = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    if not (Path(folder) / "config.json").exists():
+        Checkpoint.open(folder)  # says what is wrong with a GGUF file in better words than code that looks for a configuration in it
     config = load_config(folder, trust_remote_code=trust_remote_code, **overrides)
     own = own_quantization(path_or_id, config)
     quantization = quantization or own
