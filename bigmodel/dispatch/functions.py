@@ -169,6 +169,8 @@ def _embedding(
     ids, table = given["input"], given["weight"]
     if isinstance(ids, LazyTensor) or given.get("max_norm") is not None or given.get("sparse") or table.dim() != 2:
         return NotImplemented
+    if ids.dtype not in (torch.int64, torch.int32):  # torch says so
+        return NotImplemented
     group = table.origin.group() if table.origin.group is not None else None
     if group is not None and group.in_use:
         return NotImplemented

@@ -323,6 +323,9 @@ def test_embedding_reads_only_its_rows(tmp_path, execution_device):
     assert store.bytes_read == 4 * 16 * 4 + 16 * 3 * 4 + 3 * 4
     with pytest.raises(IndexError, match="index out of range"):
         run(model, torch.tensor([1000]))
+    for no_ids in (torch.tensor([3.0]), torch.tensor([True])):
+        with pytest.raises(RuntimeError, match=r"Long, Int; but got"):
+            run(model, no_ids)
 
 
 def test_embedding_with_max_norm_changes_its_table(tmp_path):
