@@ -97,8 +97,9 @@ def not_compared(read: Iterable[Transfer], checksums: Mapping[str, str]) -> dict
 def mismatch(entry: Entry) -> CheckpointError:
     """The error for other bytes than were written."""
     return CheckpointError(
-        f"{entry.file}: {entry.name!r}: the bytes are not those that were written (their checksum differs): the file is damaged. Delete "
-        "it, so that it is made again from the original checkpoint; if it happens again, look after the disk and the memory."
+        f"{entry.file}: {entry.name!r}: the bytes are not those that were written (their checksum differs): the file is damaged. Get "
+        "or save it again (a cache beside a checkpoint: delete it, and it is made anew). If it happens again, look after the "
+        "disk and the memory."
     )
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 import transformers
@@ -116,3 +117,21 @@ def test_generate_says_of_a_damaged_or_missing_file_that_it_is(tmp_path: Path, c
         assert code == 1
         assert f"{file.name}: {story}" in error
         assert "tokenizer" not in error
+
+
+@pytest.mark.parametrize("absent", ["llama.block_count", "llama.embedding_length"])
+def test_a_file_that_does_not_say_how_large_its_model_is_is_refused(
+    absent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = tensors_of(LLAMA, tmp_path)
+    whole = gguf.GGUFWriter.add_key_value
+
+    def leave_out(self: gguf.GGUFWriter, key: str, *value: object, **how: object) -> None:
+        if key != absent:
+            whole(self, key, *value, **how)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_key_value", leave_out)
+    file = write(tmp_path / "tiny.gguf", LLAMA, tensors, TOKENS)
+    code, _, error = run(capsys, "plan", file, "--cpu", "1GiB")
+    assert code != 0
+    assert f"its metadata do not say {absent}" in " ".join(error.split())

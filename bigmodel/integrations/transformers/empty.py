@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from .initialize import compute_buffers, set_tensor
 from .package import transformers_module
 
 __all__ = ["build_empty", "empty_model", "is_config", "load_config", "misfit", "resolve_dtype"]
+
+SIZES: Final = ("block_count", "embedding_length")
+"""What the metadata of a GGUF file must say of its model, after the name of the architecture."""
 
 
 def empty_model(
@@ -67,9 +70,21 @@ def load_config(path: str | os.PathLike[str], *, trust_remote_code: bool = False
     # What transformers reads is taken for granted there, types as well: anything may come of damage.
     except Exception as error:
         raise CheckpointError(f"{os.fspath(gguf or path)!r} has no configuration that transformers can read: {error}") from error
-    if gguf is not None and not config.architectures:
-        config.architectures = _usual_architecture(config)
+    if gguf is not None:
+        _check_sizes(gguf)
+        config.architectures = config.architectures or _usual_architecture(config)
     return config
+
+
+def _check_sizes(gguf: Path) -> None:
+    """transformers takes its defaults for sizes that the file leaves out, as if it were another model."""
+    metadata = Checkpoint.open(gguf).metadata
+    architecture = metadata.get("general.architecture", "")
+    absent = [name for name in (f"{architecture}.{size}" for size in SIZES) if name not in metadata]
+    if absent:
+        raise CheckpointError(
+            f"{gguf}: its metadata do not say {', '.join(absent)}: the model's sizes cannot be known. Convert the model anew."
+        )
 
 
 def _usual_architecture(config: Any) -> list[str] | None:
