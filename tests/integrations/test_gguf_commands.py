@@ -16,6 +16,7 @@ from test_transformers_gguf import ARCHITECTURES, VOCABULARY, tensors_of, write
 
 from bigmodel import from_pretrained
 from bigmodel.cli.main import main
+from bigmodel.errors import CheckpointError
 from bigmodel.integrations.transformers import TransformersKeys
 from bigmodel.loading import Checkpoint, load
 from bigmodel.sources import Wanted, find_tree
@@ -120,8 +121,8 @@ def test_generate_says_of_a_damaged_or_missing_file_that_it_is(tmp_path: Path, c
 
 
 @pytest.mark.parametrize("absent", ["llama.block_count", "llama.embedding_length"])
-def test_a_file_that_does_not_say_how_large_its_model_is_is_refused(
-    absent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_file_that_does_not_say_how_large_its_model_is_is_refused_and_planned_from_its_headers(
+    absent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = tensors_of(LLAMA, tmp_path)
     whole = gguf.GGUFWriter.add_key_value
@@ -132,6 +133,8 @@ def test_a_file_that_does_not_say_how_large_its_model_is_is_refused(
 
     monkeypatch.setattr(gguf.GGUFWriter, "add_key_value", leave_out)
     file = write(tmp_path / "tiny.gguf", LLAMA, tensors, TOKENS)
-    code, _, error = run(capsys, "plan", file, "--cpu", "1GiB")
-    assert code != 0
-    assert f"its metadata do not say {absent}" in " ".join(error.split())
+    with pytest.raises(CheckpointError, match=f"{file.name}: its metadata do not say {absent}: the model's sizes cannot be known"):
+        from_pretrained(file, device_map="cpu")
+    tree = find_tree(file, Wanted())
+    assert f"do not say {absent}" in tree.notes[0]
+    assert sum(parameter.numel() for parameter in tree.model.parameters()) == sum(array.size for array in tensors.values())
