@@ -23,8 +23,10 @@ PATIENCE_SECONDS = 1.0
 
 LOOK_SECONDS = 1e-4
 
-_questions: list[Any] = []
-"""Collectives that the threads were asked by, for as long as the process lives: the last to let go of one is never a thread."""
+_answered: list[Any] = []
+"""Collectives that threads were last asked by, all answered: the last to let go of one shall not be a thread."""
+_unanswered: list[Any] = []
+"""Those of groups that are still in a collective: they hold their group, and its end would wait for the collective."""
 
 
 def end_groups() -> None:
@@ -42,6 +44,7 @@ def settle_groups(group: dist.ProcessGroup | None = None) -> None:
 
     The ranks cannot use the group together any more.
     """
+    _answered.clear()  # they hold groups that have ended since, with their threads
     for each in list(dist.distributed_c10d._world.pg_map) if group is None else [group]:
         if isinstance(each, dist.ProcessGroup):
             _settle(each)
@@ -56,17 +59,19 @@ def _settle(group: dist.ProcessGroup) -> None:
     if not isinstance(backend, gloo):
         return
     answered: set[int] = set()
+    questions: list[Any] = []
     answers: list[weakref.ref[Any]] = []
     until = time.monotonic() + PATIENCE_SECONDS
     while len(answered) < backend.options._threads and time.monotonic() < until:
         answers = [answer for answer in answers if answer() is not None]
-        answers.append(_ask(group, answered))
+        answers.append(_ask(group, answered, questions))
     # Each thread lets go of its answer, too, before it is done.
     while any(answer() is not None for answer in answers) and time.monotonic() < until:
         time.sleep(LOOK_SECONDS)
+    (_unanswered if any(answer() is not None for answer in answers) else _answered).extend(questions)
 
 
-def _ask(group: dist.ProcessGroup, answered: set[int]) -> weakref.ref[Any]:
+def _ask(group: dist.ProcessGroup, answered: set[int], questions: list[Any]) -> weakref.ref[Any]:
     """Has one of the group's threads, whichever is free, put its name into `answered`; gives what it does so by.
 
     No elements are reduced by a thread of this rank without a word to the others. A thread that calls back from there holds nothing older.
@@ -80,5 +85,5 @@ def _ask(group: dist.ProcessGroup, answered: set[int]) -> weakref.ref[Any]:
 
     work = dist.all_reduce(torch.empty(0), group=group, async_op=True)
     assert work is not None
-    _questions.extend((work, work.get_future().then(answer)))
+    questions.extend((work, work.get_future().then(answer)))
     return weakref.ref(answer)

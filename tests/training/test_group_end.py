@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -83,3 +84,20 @@ def test_groups_end_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "last_type", ValueError, raising=False)
     group_end.end_groups()
     assert order == ["settled", "destroyed", "settled"]
+
+
+def groups_come_and_go() -> int:
+    """How many threads remain of ten groups that have ended one after the other."""
+    counts = []
+    for _ in range(10):
+        group = dist.new_group(backend="gloo")
+        dist.all_reduce(torch.ones(3), group=group)
+        PartialState().destroy_process_group(group)
+        del group
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts[-1] - counts[0]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="needs a system that lists the threads of a process")
+def test_threads_of_groups_that_have_ended_are_gone(processes) -> None:
+    assert max(processes(2).run(groups_come_and_go)) <= 0
