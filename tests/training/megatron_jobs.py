@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -59,7 +60,12 @@ def samples() -> list[dict[str, torch.Tensor]]:
 def fresh() -> None:
     from megatron.core import parallel_state
 
+    # It forgets some fifty groups, which would keep their threads: thousands by the end of the tests.
+    groups = [each for held in vars(parallel_state).values() for each in (held if isinstance(held, list) else [held])]
     parallel_state.destroy_model_parallel()
+    for group in {id(each): each for each in groups if isinstance(each, dist.ProcessGroup)}.values():
+        if group is not dist.group.WORLD and group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
     AcceleratorState._reset_state()
     GradientState._reset_state()
 
