@@ -19,7 +19,7 @@ import torch.distributed as dist
 __all__ = ["end_groups", "settle_groups"]
 
 PATIENCE_SECONDS = 1.0
-"""How long the threads of a group may take: they are asked for a fraction of a millisecond, but may be in a collective that never ends."""
+"""How long the threads of all groups may take together: they are asked for a fraction of a millisecond, but may be in a collective that never ends."""
 
 LOOK_SECONDS = 1e-4
 
@@ -44,13 +44,14 @@ def settle_groups(group: dist.ProcessGroup | None = None) -> None:
 
     The ranks cannot use the group together any more.
     """
+    until = time.monotonic() + PATIENCE_SECONDS
     _answered.clear()  # they hold groups that have ended since, with their threads
     for each in list(dist.distributed_c10d._world.pg_map) if group is None else [group]:
         if isinstance(each, dist.ProcessGroup):
-            _settle(each)
+            _settle(each, until)
 
 
-def _settle(group: dist.ProcessGroup) -> None:
+def _settle(group: dist.ProcessGroup, until: float) -> None:
     try:
         backend: Any = group._get_backend(torch.device("cpu"))
     except RuntimeError:  # it takes no tensors of the CPU
@@ -61,7 +62,6 @@ def _settle(group: dist.ProcessGroup) -> None:
     answered: set[int] = set()
     questions: list[Any] = []
     answers: list[weakref.ref[Any]] = []
-    until = time.monotonic() + PATIENCE_SECONDS
     while len(answered) < backend.options._threads and time.monotonic() < until:
         answers = [answer for answer in answers if answer() is not None]
         answers.append(_ask(group, answered, questions))
