@@ -19,7 +19,7 @@ import torch.distributed as dist
 __all__ = ["end_groups", "settle_groups"]
 
 PATIENCE_SECONDS = 1.0
-"""How long the threads of all groups may take together: a fraction of a millisecond each, but one may be in a collective that never ends."""
+"""How long the threads of all groups may take: a fraction of a millisecond each, but one may be in a collective that never ends."""
 
 LOOK_SECONDS = 1e-4
 
