@@ -68,7 +68,8 @@ def _settle(group: dist.ProcessGroup, until: float) -> None:
     # Each thread lets go of its answer, too, before it is done.
     while any(answer() is not None for answer in answers) and time.monotonic() < until:
         time.sleep(LOOK_SECONDS)
-    (_unanswered if any(answer() is not None for answer in answers) else _answered).extend(questions)
+    has_settled = len(answered) >= backend.options._threads and all(answer() is None for answer in answers)
+    (_answered if has_settled else _unanswered).extend(questions)
 
 
 def _ask(group: dist.ProcessGroup, answered: set[int], questions: list[Any]) -> weakref.ref[Any]:
