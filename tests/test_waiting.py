@@ -60,17 +60,21 @@ def test_a_signal_in_the_moment_before_a_wait_is_noticed(monkeypatch: pytest.Mon
 DAEMONS = r"""
 import os, sys, threading, time
 import torch
-from bigmodel.waiting import start_daemon
+from bigmodel.waiting import not_awaited, start_daemon
+
+def wait_for_a_server():
+    with not_awaited():
+        threading.Event().wait()
 
 def compute():
-    until = time.monotonic() + 0.2
+    until = time.monotonic() + float(sys.argv[1])
     values = torch.ones(1000)
     while time.monotonic() < until:
         for _ in range(100):
             values.mul(1.0)
     os.write(1, b"done\n")
 
-start_daemon(threading.Event().wait, "silent")
+start_daemon(wait_for_a_server, "silent")
 for _ in range(3):
     start_daemon(compute, "computing")
 time.sleep(0.05)
@@ -78,8 +82,51 @@ print("end", flush=True)
 """
 
 
-def test_the_end_of_the_process_lets_daemons_leave_torch_and_does_not_wait_for_silent_ones() -> None:
-    for _ in range(2):
-        run = subprocess.run([sys.executable, "-c", DAEMONS], capture_output=True, text=True, check=False, timeout=100)
-        assert run.returncode == 0, run.stderr
-        assert run.stdout.splitlines() == ["end", "done", "done", "done"]
+@pytest.mark.parametrize("seconds", [0.2, 2.0])
+def test_the_end_of_the_process_lets_daemons_leave_torch_and_does_not_wait_for_silent_ones(seconds: float) -> None:
+    assert seconds < waiting.COMPUTING_SECONDS
+    run = subprocess.run([sys.executable, "-c", DAEMONS, str(seconds)], capture_output=True, text=True, check=False, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == ["end", "done", "done", "done"]
+    assert not run.stderr
+
+
+INTERRUPTED = r"""
+import threading
+from bigmodel.waiting import start_daemon
+
+starts, real = [], threading.Thread.start
+
+def start(self):
+    starts.append(self)
+    if len(starts) == 1:
+        raise KeyboardInterrupt  # before the thread is there
+    real(self)
+    raise KeyboardInterrupt
+
+threading.Thread.start = start
+for _ in range(2):
+    try: start_daemon(threading.Event().wait, "silent")
+    except KeyboardInterrupt: print("interrupted")
+"""
+
+
+def test_ctrl_c_while_a_daemon_starts_leaves_the_end_of_the_process_in_order() -> None:
+    program = "from bigmodel import waiting\nwaiting.COMPUTING_SECONDS = 0.2\n" + INTERRUPTED
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "interrupted\ninterrupted\n", "")
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_daemons() -> None:
+    program = (
+        "import os, sys, threading\n"
+        "from bigmodel import waiting\n"
+        "waiting.COMPUTING_SECONDS = 1000.0\n"
+        "started, end = threading.Event(), threading.Event()\n"
+        "waiting.start_daemon(lambda: (started.set(), end.wait()), 'silent')\n"
+        "started.wait()\n"
+        "child = os.fork()\n"
+        "if child: print(os.waitpid(child, 0)[1], flush=True); end.set()\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
+    assert (run.returncode, run.stdout) == (0, "0\n"), run.stderr

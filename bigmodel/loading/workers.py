@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 import torch
 
 from ..devices import reading_threads
-from ..waiting import result_of, start_daemon
+from ..waiting import not_awaited, result_of, start_daemon
 
 __all__ = ["MIN_WORKERS", "Crew", "in_order", "workers"]
 
@@ -120,7 +120,9 @@ def in_order(work: Callable[[Item], Result], items: Sequence[Item], most: int) -
     def run() -> None:
         for future, item in left:
             try:
-                future.set_result(work(item))
+                with not_awaited():
+                    result = work(item)
+                future.set_result(result)
             except BaseException as error:
                 future.set_exception(error)
 

@@ -15,7 +15,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...progress import Progress
-from ...waiting import LOOK_UP_SECONDS, start_daemon
+from ...waiting import LOOK_UP_SECONDS, not_awaited, start_daemon
 from ..copying import put_range
 from ..entry import FileIdentity
 from ..location import CheckpointFile, RemoteFile
@@ -260,7 +260,8 @@ class _Stream:
     def take(self, most: int) -> memoryview:
         """Between one and `most` bytes; none where the stream was told to stop."""
         while not self._rest:
-            chunk = next(self._chunks, None)
+            with not_awaited():
+                chunk = next(self._chunks, None)
             if chunk is None:
                 return self._rest
             self._rest = memoryview(chunk)
