@@ -178,7 +178,7 @@ def step_times(
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Samples], int, int, int, int]] = {
     "MLP": (Mlp, numbers_set, 32, 1, 48, 9),
     f"MLP, {ACCUMULATED} accumulated": (Mlp, numbers_set, 32, ACCUMULATED, 48, 9),
-    "encoder": (Encoder, words_set, 2, 1, 2, 5),
+    "encoder": (Encoder, words_set, 2, 1, 2, 24),
 }
 """Name → model, data, batch size, batches accumulated, batches of an epoch, epochs."""
 

@@ -139,16 +139,17 @@ def buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield bucket
 
 
-def in_order(started: Iterable[tuple[Any, T]]) -> Iterator[T]:
+def in_order(started: Iterable[tuple[Any, T]], most: int = MOST_UNDER_WAY) -> Iterator[T]:
     """What goes with each of these collectives, once it is done, in the order in which they are started.
 
     Args:
         started: gives, as it starts a collective, the work that it is (None: there was nothing to send) and whatever comes of it.
+        most: collectives to be under way at once.
     """
     under_way: deque[tuple[Any, T]] = deque()
     for each in started:
         under_way.append(each)
-        if len(under_way) == MOST_UNDER_WAY:
+        if len(under_way) == most:
             yield _awaited(*under_way.popleft())
     while under_way:
         yield _awaited(*under_way.popleft())
