@@ -3,8 +3,8 @@
 Run: `make bench`, or this file alone. Every process uses one thread. A worker measures the bare loop and the library's in turns, epoch by
 epoch, and the weights that come out of both are compared. Alone, a process of one thread waits for nobody: its times are processor times,
 which other work on the machine hardly changes; two processes wait for each other, so theirs are wall times. At the end stands which of the
-figures asked for hold. `--json FILE` keeps all figures. Environment: `BIGMODEL_BENCH_ROUNDS` (fresh processes of each side, default 3; of two
-processes more than twice as many, since the same loop twice differs by up to 5 % between them, however long it runs).
+figures asked for hold. `--json FILE` keeps all figures. Environment: `BIGMODEL_BENCH_ROUNDS` (fresh processes of each side, default 3; more
+than twice as many pairs of processes, since between two pairs the same loop differs by up to 5 %, however long it runs).
 """
 
 from __future__ import annotations
