@@ -75,6 +75,14 @@ def _simulator() -> ModuleType:
     return simdev.register()
 
 
+@pytest.fixture(autouse=True)
+def no_group_afterwards() -> Iterator[None]:
+    """A process group that a test makes ends with it: which tests come after it in this process changes from run to run."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture
 def accelerators(request: pytest.FixtureRequest) -> Iterator[AcceleratorsFactory]:
     """Makes simulated accelerators: `devices = accelerators(2, memory="64MiB", h2d_gbps=2.0)`; without the call there are none.
