@@ -61,6 +61,14 @@ class Range:
         """Bytes that become elements: fewer than those read where a strided view leaves some out."""
         return self.nbytes if self.dims is None else math.prod(size for size, _, _ in self.dims) * self.dtype.itemsize
 
+    @property
+    def filled_elements(self) -> int:
+        """Neighbours in the destination, from `first` on, that it fills; 0 where it leaves some out between them."""
+        if self.dims is None:
+            return self.nbytes // self.dtype.itemsize
+        count = math.prod(size for size, _, _ in self.dims)
+        return count if count == 1 + sum((size - 1) * target for size, _, target in self.dims) else 0
+
 
 @dataclass(slots=True)
 class Batch:

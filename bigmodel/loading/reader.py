@@ -16,8 +16,8 @@ from ..waiting import result_of
 from .copying import copy_rounded
 from .entry import FileIdentity, contiguous_strides
 from .files import OpenFiles
+from .fresh_memory import ask_for_huge_pages, take_pages
 from .host_memory import empty_host_tensor
-from .huge_pages import ask_for_huge_pages
 from .location import CheckpointFile
 from .ranges import Batch, Range, ReadPlan, plan_reads
 from .remote.reader import RemoteReader
@@ -103,7 +103,7 @@ class Reader:
         pool = workers()
         count = min(reading_threads() if way.is_buffered else max(MIN_WORKERS, reading_threads()), len(plan.batches))
         try:
-            futures = [pool.submit(_drain, pending, flat, streams, way, progress, crew) for _ in range(count)]
+            futures = [pool.submit(_drain, pending, flat, streams, way, progress, crew, fresh) for _ in range(count)]
             for future in futures:
                 result_of(future)
         finally:
@@ -185,6 +185,7 @@ def _drain(
     way: Way,
     progress: Progress | None,
     crew: Crew,
+    fresh: bool = False,
 ) -> None:
     window = None
     # Destinations may be tensors made in inference mode, which no other mode may write to.
@@ -196,11 +197,20 @@ def _drain(
                     return
                 if window is None and not way.is_buffered:
                     window = way.new_window()
+                if fresh:
+                    _take_pages(batch, destinations)
                 _read_batch(batch, destinations, way, staging, window)
                 if progress is not None:
                     progress.advance(batch.filled_bytes)
         finally:
             staging.finish()
+
+
+def _take_pages(batch: Batch, destinations: Sequence[torch.Tensor]) -> None:
+    for each in batch.ranges:
+        destination = destinations[each.job]
+        if destination.device.type == "cpu":
+            take_pages(destination, each.first, each.filled_elements)
 
 
 def _read_batch(

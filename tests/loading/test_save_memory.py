@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,10 @@ class Tower(nn.Module):
 
 
 def values_of(name: str) -> torch.Tensor:
-    return torch.full((1024, 1024), float(name.split(".")[1]) if name.startswith("layers") else 0.0)
+    """In memory of its own, which goes back to the system with it: what an allocator keeps for later is not what is measured."""
+    memory = mmap.mmap(-1, 4 * MiB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    values = torch.frombuffer(memory, dtype=torch.float32).view(1024, 1024)
+    return values.fill_(float(name.split(".")[1]) if name.startswith("layers") else 0.0)
 
 
 @pytest.mark.parametrize("safe", [True, False])
@@ -42,7 +46,7 @@ def test_one_tensor_at_a_time(safe: bool, max_shard_size: int, tmp_path: Path) -
     with PeakPrivateMemory(interval_seconds=0.001) as memory:
         files = save_model(model, tmp_path / "folder", max_shard_size, safe, fetch=fetch)
     assert len(alive) == LAYERS
-    assert memory.peak_bytes < 24 * MiB  # 96 MiB in all
+    assert memory.peak_bytes < 16 * MiB  # 96 MiB in all
     state: dict[str, torch.Tensor] = {}
     for file in files:
         if safe:
