@@ -89,6 +89,11 @@ class Batch:
         """Whether bytes between the ranges are read and thrown away."""
         return self.nbytes > sum(each.nbytes for each in self.ranges)
 
+    @property
+    def can_be_copied_whole(self) -> bool:
+        """Whether all of it is copied on from where it is read to, and can be seen there as what it is."""
+        return not self.read_again and all(each.dims is not None and each.offset % each.dtype.itemsize == 0 for each in self.ranges)
+
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:

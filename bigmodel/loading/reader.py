@@ -220,6 +220,12 @@ def _read_batch(
     staging: Staging,
     window: torch.Tensor | None,
 ) -> None:
+    if window is not None and staging.is_immediate and batch.can_be_copied_whole:
+        start = batch.ranges[0].offset
+        found = way.read_window(batch.file, start, batch.nbytes, window)
+        if found is not None:
+            staging.put([(each, found[each.offset - start : each.offset - start + each.nbytes]) for each in batch.ranges])
+            return
     parts: list[torch.Tensor] = []
     copies: list[tuple[Range, torch.Tensor]] = []
     position = batch.ranges[0].offset

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from bigmodel.constants import MiB
 from bigmodel.loading import Checkpoint, Reader, Transpose, Whole, fresh_memory
-from bigmodel.loading.fresh_memory import LEAST_BYTES, ask_for_huge_pages, take_pages
+from bigmodel.loading.fresh_memory import LEAST_BYTES, ask_for_huge_pages, memory_in_one_piece, take_pages
 from bigmodel.loading.transfer import lower
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -72,6 +72,19 @@ def huge_bytes(tensor: torch.Tensor) -> int:
     return total
 
 
+def advice(tensor: torch.Tensor) -> list[str]:
+    """What the system was told of the area that a tensor lies in."""
+    within = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            start, end = (int(word, 16) for word in words[0].split("-"))
+            within = start <= tensor.data_ptr() < end
+        elif within and words[0] == "VmFlags:":
+            return words[1:]
+    raise AssertionError("the system does not know this memory")
+
+
 def resident_bytes(tensor: torch.Tensor) -> int:
     first, end = tensor.data_ptr() // mmap.PAGESIZE, -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE)
     with open("/proc/self/pagemap", "rb") as stream:
@@ -93,6 +106,23 @@ def test_only_what_lies_within_a_destination_becomes_huge(monkeypatch: pytest.Mo
     # Where memory is in pieces, the system may have fewer to give than were asked for.
     assert 0 < huge_bytes(destination) <= destination.nbytes
     assert bool((destination == 7).all())
+
+
+@needs_huge_pages
+def test_a_disk_is_given_memory_in_one_piece() -> None:
+    memory = memory_in_one_piece(4 * MiB)
+    assert memory.shape == (4 * MiB,)
+    assert not memory.any()
+    assert memory.data_ptr() % int(fresh_memory.BLOCK_SIZE.read_text()) == 0
+    assert "hg" in advice(memory)
+
+
+def test_a_system_without_huge_pages_gives_memory_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    system(monkeypatch, tmp_path, block=None, reported=None)
+    memory = memory_in_one_piece(1 * MiB)
+    assert memory.shape == (1 * MiB,)
+    assert not memory.any()
+    assert memory.data_ptr() % mmap.PAGESIZE == 0
 
 
 @needs_huge_pages

@@ -210,9 +210,29 @@ def test_bytes_that_several_transfers_want_come_through_the_cache(checkpoint: Ch
 
 
 @needs_direct
+@pytest.mark.parametrize("shift", [0, 1, 2])
+@pytest.mark.parametrize("reading", ["auto", "direct"])
+def test_a_cast_of_tensors_that_begin_anywhere(
+    state: dict[str, torch.Tensor], reading: Reading, shift: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a window's bytes can be seen as numbers they are cast from there, else from a copy; both come from past the cache."""
+    file = tmp_path / "x.safetensors"
+    save_file(state, file)
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    file.write_bytes((length + shift).to_bytes(8, "little") + content[8 : 8 + length] + b" " * shift + content[8 + length :])
+    checkpoint = Checkpoint.open(file)
+    drop(checkpoint)
+    calls = Calls(monkeypatch)
+    check_values(checkpoint, state, reading, torch.bfloat16)
+    assert calls.past_cache > 0 or not can_drop(checkpoint)
+
+
+@needs_direct
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reading", READINGS)
-def test_the_end_of_a_truncated_file(checkpoint: Checkpoint, reading: Reading) -> None:
-    jobs = [(each, torch.empty(each.shape)) for each in transfers(checkpoint)]
+def test_the_end_of_a_truncated_file(checkpoint: Checkpoint, reading: Reading, dtype: torch.dtype) -> None:
+    jobs = [(each, torch.empty(each.shape, dtype=dtype)) for each in transfers(checkpoint, dtype)]
     os.truncate(checkpoint.files[0], checkpoint.files[0].stat().st_size - 5000)
     drop(checkpoint)
     with pytest.raises(CheckpointError, match="truncated"):
