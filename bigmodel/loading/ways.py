@@ -60,8 +60,10 @@ class Way:
         """Whether all reads from now on go through the page cache."""
         return not self._past_cache
 
-    def read(self, file: CheckpointFile, offset: int, parts: Sequence[torch.Tensor], window: torch.Tensor | None, *, again: bool) -> None:
+    def read(self, file: CheckpointFile, offset: int, parts: Sequence[torch.Tensor], window: torch.Tensor | None, *, again: bool) -> bool:
         """Fills `parts` (flat, uint8, on CPU) one after the other from `offset` on. Raises `CheckpointError` at the file's end.
+
+        Returns whether they came past the page cache.
 
         `window` is staging memory from `new_window`, needed unless `is_buffered`. `again`: other reads want the same bytes, so they had
         better be in the page cache.
@@ -71,8 +73,9 @@ class Way:
         if window is not None and not again:
             past_cache = self._descriptor_past(file, offset, sum(buffer.nbytes for buffer in buffers))
             if past_cache is not None and self._past(past_cache, file, offset, parts, window):
-                return
+                return True
         read_scattered(descriptor, buffers, offset, file)
+        return False
 
     def read_window(self, file: CheckpointFile, offset: int, nbytes: int, window: torch.Tensor) -> torch.Tensor | None:
         """The bytes of the file from `offset` on, within `window`, where they can be had so: past the page cache, in one read."""
