@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 
 from .location import CheckpointFile
@@ -53,4 +52,4 @@ class PageCache:
         address = ctypes.c_void_p(mapped.data_ptr() + first * mmap.PAGESIZE)
         if self._mincore(address, ctypes.c_size_t(end - first * mmap.PAGESIZE), pages):
             return 1.0
-        return int(np.count_nonzero(np.frombuffer(memoryview(pages), np.uint8) & 1)) / count
+        return sum(page & 1 for page in bytes(pages)) / count
