@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import BigModelError, CheckpointError
+from .fresh_memory import ask_for_huge_pages
 from .host_memory import empty_tensor
-from .huge_pages import ask_for_huge_pages
 from .match import Match
 from .reader import Reader
 from .replace import Replacement

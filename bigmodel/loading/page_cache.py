@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from .location import CheckpointFile
@@ -52,4 +53,4 @@ class PageCache:
         address = ctypes.c_void_p(mapped.data_ptr() + first * mmap.PAGESIZE)
         if self._mincore(address, ctypes.c_size_t(end - first * mmap.PAGESIZE), pages):
             return 1.0
-        return sum(page & 1 for page in bytes(pages)) / count
+        return int(np.count_nonzero(np.frombuffer(memoryview(pages), np.uint8) & 1)) / count

@@ -61,6 +61,14 @@ class Range:
         """Bytes that become elements: fewer than those read where a strided view leaves some out."""
         return self.nbytes if self.dims is None else math.prod(size for size, _, _ in self.dims) * self.dtype.itemsize
 
+    @property
+    def filled_elements(self) -> int:
+        """Neighbours in the destination, from `first` on, that it fills; 0 where it leaves some out between them."""
+        if self.dims is None:
+            return self.nbytes // self.dtype.itemsize
+        count = math.prod(size for size, _, _ in self.dims)
+        return count if count == 1 + sum((size - 1) * target for size, _, target in self.dims) else 0
+
 
 @dataclass(slots=True)
 class Batch:
@@ -80,6 +88,11 @@ class Batch:
     def has_gaps(self) -> bool:
         """Whether bytes between the ranges are read and thrown away."""
         return self.nbytes > sum(each.nbytes for each in self.ranges)
+
+    @property
+    def can_be_copied_whole(self) -> bool:
+        """Whether all of it is copied on from where it is read to, and can be seen there as what it is."""
+        return not self.read_again and all(each.dims is not None and each.offset % each.dtype.itemsize == 0 for each in self.ranges)
 
 
 @dataclass(frozen=True, slots=True)

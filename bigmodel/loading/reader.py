@@ -16,8 +16,8 @@ from ..waiting import result_of
 from .copying import copy_rounded
 from .entry import FileIdentity, contiguous_strides
 from .files import OpenFiles
+from .fresh_memory import ask_for_huge_pages, take_pages
 from .host_memory import empty_host_tensor
-from .huge_pages import ask_for_huge_pages
 from .location import CheckpointFile
 from .ranges import Batch, Range, ReadPlan, plan_reads
 from .remote.reader import RemoteReader
@@ -32,6 +32,9 @@ INLINE_BYTES: Final = 512 << 10
 """Reads up to this are done by the caller's own thread: handing them over costs more."""
 AHEAD_BYTES: Final = 32 << 20
 """How far ahead of the reading threads the system is told what they will ask for."""
+
+SPARE_PATIENCE: Final = 2
+"""Batches in a row that a thread beyond the number of cores finds in the page cache before it leaves: only disks are waited for."""
 
 
 class Reader:
@@ -103,7 +106,10 @@ class Reader:
         pool = workers()
         count = min(reading_threads() if way.is_buffered else max(MIN_WORKERS, reading_threads()), len(plan.batches))
         try:
-            futures = [pool.submit(_drain, pending, flat, streams, way, progress, crew) for _ in range(count)]
+            futures = [
+                pool.submit(_drain, pending, flat, streams, way, progress, crew, fresh=fresh, is_spare=number >= reading_threads())
+                for number in range(count)
+            ]
             for future in futures:
                 result_of(future)
         finally:
@@ -185,8 +191,12 @@ def _drain(
     way: Way,
     progress: Progress | None,
     crew: Crew,
+    *,
+    fresh: bool = False,
+    is_spare: bool = False,
 ) -> None:
     window = None
+    cached = 0
     # Destinations may be tensors made in inference mode, which no other mode may write to.
     with crew.at_work(), torch.inference_mode():
         staging = Staging(destinations, streams)
@@ -196,11 +206,23 @@ def _drain(
                     return
                 if window is None and not way.is_buffered:
                     window = way.new_window()
-                _read_batch(batch, destinations, way, staging, window)
+                if fresh:
+                    _take_pages(batch, destinations)
+                past_cache = _read_batch(batch, destinations, way, staging, window)
                 if progress is not None:
                     progress.advance(batch.filled_bytes)
+                cached = 0 if past_cache else cached + 1
+                if is_spare and cached == SPARE_PATIENCE:
+                    return
         finally:
             staging.finish()
+
+
+def _take_pages(batch: Batch, destinations: Sequence[torch.Tensor]) -> None:
+    for each in batch.ranges:
+        destination = destinations[each.job]
+        if destination.device.type == "cpu":
+            take_pages(destination, each.first, each.filled_elements)
 
 
 def _read_batch(
@@ -209,7 +231,14 @@ def _read_batch(
     way: Way,
     staging: Staging,
     window: torch.Tensor | None,
-) -> None:
+) -> bool:
+    """Returns whether the bytes came past the page cache."""
+    if window is not None and staging.is_immediate and batch.can_be_copied_whole:
+        start = batch.ranges[0].offset
+        found = way.read_window(batch.file, start, batch.nbytes, window)
+        if found is not None:
+            staging.put([(each, found[each.offset - start : each.offset - start + each.nbytes]) for each in batch.ranges])
+            return True
     parts: list[torch.Tensor] = []
     copies: list[tuple[Range, torch.Tensor]] = []
     position = batch.ranges[0].offset
@@ -229,5 +258,6 @@ def _read_batch(
             parts.append(part)
             copies.append((each, part))
         position = each.offset + each.nbytes
-    way.read(batch.file, batch.ranges[0].offset, parts, window, again=batch.read_again)
+    past_cache = way.read(batch.file, batch.ranges[0].offset, parts, window, again=batch.read_again)
     staging.put(copies)
+    return past_cache

@@ -38,6 +38,11 @@ class Staging:
         self._events: list[list[torch.Event]] = [[] for _ in self._buffers]
         self._turn = 0
 
+    @property
+    def is_immediate(self) -> bool:
+        """Whether whatever is put is in its place when `put` returns."""
+        return not self._streams
+
     def next_buffer(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for a batch's staged ranges, and for the bytes between ranges. Waits for the copies out of it."""
         self._turn = (self._turn + 1) % len(self._buffers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import threading
 import time
@@ -15,6 +14,7 @@ import torch
 from ..devices import available_host_bytes
 from ..errors import CheckpointError
 from .files import OpenFiles, read_scattered
+from .fresh_memory import memory_in_one_piece
 from .host_memory import as_memory
 from .location import CheckpointFile
 from .page_cache import PageCache
@@ -26,7 +26,7 @@ Reading = Literal["auto", "buffered", "direct"]
 READINGS: Final = ("auto", "buffered", "direct")
 
 WINDOW_BYTES: Final = 2 << 20
-"""Longest direct read: it stays in a core's cache until it is copied to where it belongs."""
+"""Longest direct read: it stays in a core's cache until it is copied to where it belongs, and fits a huge page."""
 BLOCK_BYTES: Final = 4096
 """Direct reads begin and end at multiples of this, in the file and in memory: no disk asks for more."""
 SAMPLE_BYTES: Final = 64 << 20
@@ -60,42 +60,49 @@ class Way:
         """Whether all reads from now on go through the page cache."""
         return not self._past_cache
 
-    def read(self, file: CheckpointFile, offset: int, parts: Sequence[torch.Tensor], window: torch.Tensor | None, *, again: bool) -> None:
+    def read(self, file: CheckpointFile, offset: int, parts: Sequence[torch.Tensor], window: torch.Tensor | None, *, again: bool) -> bool:
         """Fills `parts` (flat, uint8, on CPU) one after the other from `offset` on. Raises `CheckpointError` at the file's end.
+
+        Returns whether they came past the page cache.
 
         `window` is staging memory from `new_window`, needed unless `is_buffered`. `again`: other reads want the same bytes, so they had
         better be in the page cache.
         """
         descriptor = self._descriptors[file]
         buffers = [as_memory(part) for part in parts]
-        if self._past_cache and not again and window is not None and not self._is_resident(file, offset, buffers):
-            past_cache = self._files.past_cache(file)
+        if window is not None and not again:
+            past_cache = self._descriptor_past(file, offset, sum(buffer.nbytes for buffer in buffers))
             if past_cache is not None and self._past(past_cache, file, offset, parts, window):
-                return
+                return True
         read_scattered(descriptor, buffers, offset, file)
+        return False
 
-    def _is_resident(self, file: CheckpointFile, offset: int, buffers: Sequence[memoryview]) -> bool:
-        return self._cache is not None and self._cache.share(file, offset, sum(buffer.nbytes for buffer in buffers)) >= RESIDENT_SHARE
+    def read_window(self, file: CheckpointFile, offset: int, nbytes: int, window: torch.Tensor) -> torch.Tensor | None:
+        """The bytes of the file from `offset` on, within `window`, where they can be had so: past the page cache, in one read."""
+        begin = offset - offset % BLOCK_BYTES
+        wanted = -(-(offset + nbytes - begin) // BLOCK_BYTES) * BLOCK_BYTES
+        descriptor = None if wanted > window.numel() else self._descriptor_past(file, offset, nbytes)
+        count = None if descriptor is None else self._count_past(descriptor, file, begin, window[:wanted])
+        if count is None or count < offset + nbytes - begin:
+            return None
+        return window[offset - begin : offset - begin + nbytes]
+
+    def _descriptor_past(self, file: CheckpointFile, offset: int, nbytes: int) -> int | None:
+        """For reads past the page cache; None where these bytes are in it, or had better come through it."""
+        if not self._past_cache or (self._cache is not None and self._cache.share(file, offset, nbytes) >= RESIDENT_SHARE):
+            return None
+        return self._files.past_cache(file)
 
     def _past(self, descriptor: int, file: CheckpointFile, offset: int, parts: Sequence[torch.Tensor], window: torch.Tensor) -> bool:
         """Reads past the page cache. False where the file system refuses that."""
         end = offset + sum(part.numel() for part in parts)
         rest = list(parts)
-        memory = as_memory(window)
         while offset < end:
             begin = offset - offset % BLOCK_BYTES
             wanted = min(window.numel(), -(-(end - begin) // BLOCK_BYTES) * BLOCK_BYTES)
-            self._started()
-            count = 0
-            try:
-                count = os.preadv(descriptor, [memory[:wanted]], begin)
-            except OSError as error:
-                if error.errno not in REFUSED:
-                    raise CheckpointError(f"{file}: cannot be read at byte {begin}: {error}.") from error
-                self._files.refuse_past_cache(file)
+            count = self._count_past(descriptor, file, begin, window[:wanted])
+            if count is None:
                 return False
-            finally:
-                self._finished(count)
             found = window[offset - begin : min(count, end - begin)]
             if found.numel() == 0:
                 raise CheckpointError(f"{file}: truncated: expected {end} bytes, the file ends at {begin + count}.")
@@ -107,6 +114,21 @@ class Way:
                 if rest[0].numel() == 0:
                     del rest[0]
         return True
+
+    def _count_past(self, descriptor: int, file: CheckpointFile, begin: int, memory: torch.Tensor) -> int | None:
+        """Bytes that one read brought, fewer only at the file's end; None where the file system refuses."""
+        self._started()
+        count = 0
+        try:
+            count = os.preadv(descriptor, [as_memory(memory)], begin)
+        except OSError as error:
+            if error.errno not in REFUSED:
+                raise CheckpointError(f"{file}: cannot be read at byte {begin}: {error}.") from error
+            self._files.refuse_past_cache(file)
+            return None
+        finally:
+            self._finished(count)
+        return count
 
     def _started(self) -> None:
         with self._lock:
@@ -131,4 +153,4 @@ class Way:
     @staticmethod
     def new_window() -> torch.Tensor:
         """Staging memory of `WINDOW_BYTES` that direct reads may fill."""
-        return torch.frombuffer(mmap.mmap(-1, WINDOW_BYTES), dtype=torch.uint8)
+        return memory_in_one_piece(WINDOW_BYTES)

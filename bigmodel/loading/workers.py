@@ -16,7 +16,7 @@ from ..waiting import not_awaited, result_of, start_daemon
 
 __all__ = ["MIN_WORKERS", "Crew", "in_order", "workers"]
 
-MIN_WORKERS: Final = 4
+MIN_WORKERS: Final = 8
 """Reads past the page cache mostly wait, and disks want several requests at once, whatever the number of cores."""
 
 Item = TypeVar("Item")

@@ -26,10 +26,10 @@ import json, sys, threading, time
 import torch
 from torch import nn
 from bigmodel.devices import private_bytes
-from bigmodel.loading import Checkpoint, huge_pages, init_empty_weights, load
+from bigmodel.loading import Checkpoint, fresh_memory, init_empty_weights, load
 
 if sys.argv[2] == "huge":
-    huge_pages._cheap_block_bytes = lambda: huge_pages._number(huge_pages.BLOCK_SIZE) or 0
+    fresh_memory._cheap_block_bytes = lambda: fresh_memory._number(fresh_memory.BLOCK_SIZE) or 0
 
 def extra_bytes(folder, dtype):
     with init_empty_weights():

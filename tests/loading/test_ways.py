@@ -201,6 +201,24 @@ def test_a_cold_file_is_read_past_the_cache_from_a_fast_disk_only(
 
 
 @needs_direct
+@pytest.mark.parametrize("reading", ["auto", "direct"])
+def test_a_file_of_which_the_beginning_is_in_the_page_cache(reading: Reading, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More threads than cores begin; those beyond them leave what is in memory, and what is not is read all the same."""
+    save_file({"x": torch.arange(6 << 20)}, tmp_path / "x.safetensors")
+    checkpoint = Checkpoint.open(tmp_path / "x.safetensors")
+    on_disk = can_drop(checkpoint)
+    with open(checkpoint.files[0], "rb") as stream:
+        stream.read(24 << 20)
+    calls = Calls(monkeypatch)
+    for dtype in (torch.int64, torch.float32):
+        found = torch.empty(6 << 20, dtype=dtype)
+        Reader(checkpoint.identities, reading).read([(lower(Whole("x"), checkpoint.entries, "x", dtype), found)], fresh=True)
+        assert torch.equal(found, torch.arange(6 << 20).to(dtype))
+    assert calls.past_cache > 0 or not on_disk
+    assert calls.buffered > 0 or reading == "direct" or not on_disk
+
+
+@needs_direct
 def test_bytes_that_several_transfers_want_come_through_the_cache(checkpoint: Checkpoint) -> None:
     halves = [lower(Slice(Whole("wide"), 1, start, 512), checkpoint.entries, str(start), torch.bfloat16) for start in (0, 512)]
     plan = plan_reads([(half, torch.bfloat16, True) for half in halves])
@@ -210,9 +228,29 @@ def test_bytes_that_several_transfers_want_come_through_the_cache(checkpoint: Ch
 
 
 @needs_direct
+@pytest.mark.parametrize("shift", [0, 1, 2])
+@pytest.mark.parametrize("reading", ["auto", "direct"])
+def test_a_cast_of_tensors_that_begin_anywhere(
+    state: dict[str, torch.Tensor], reading: Reading, shift: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a window's bytes can be seen as numbers they are cast from there, else from a copy; both come from past the cache."""
+    file = tmp_path / "x.safetensors"
+    save_file(state, file)
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    file.write_bytes((length + shift).to_bytes(8, "little") + content[8 : 8 + length] + b" " * shift + content[8 + length :])
+    checkpoint = Checkpoint.open(file)
+    drop(checkpoint)
+    calls = Calls(monkeypatch)
+    check_values(checkpoint, state, reading, torch.bfloat16)
+    assert calls.past_cache > 0 or not can_drop(checkpoint)
+
+
+@needs_direct
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reading", READINGS)
-def test_the_end_of_a_truncated_file(checkpoint: Checkpoint, reading: Reading) -> None:
-    jobs = [(each, torch.empty(each.shape)) for each in transfers(checkpoint)]
+def test_the_end_of_a_truncated_file(checkpoint: Checkpoint, reading: Reading, dtype: torch.dtype) -> None:
+    jobs = [(each, torch.empty(each.shape, dtype=dtype)) for each in transfers(checkpoint, dtype)]
     os.truncate(checkpoint.files[0], checkpoint.files[0].stat().st_size - 5000)
     drop(checkpoint)
     with pytest.raises(CheckpointError, match="truncated"):
