@@ -24,7 +24,7 @@ from .remote.reader import RemoteReader
 from .staging import Staging, side_streams
 from .transfer import Computation, Piece, Transfer
 from .ways import Reading, Way
-from .workers import MIN_WORKERS, Crew, workers
+from .workers import Crew, direct_reading_threads, spare_workers, workers
 
 __all__ = ["Reader"]
 
@@ -103,13 +103,13 @@ class Reader:
         if fresh:
             ask_for_huge_pages(flat)
         crew = Crew()
-        pool = workers()
-        count = min(reading_threads() if way.is_buffered else max(MIN_WORKERS, reading_threads()), len(plan.batches))
+        count = min(reading_threads() if way.is_buffered else direct_reading_threads(), len(plan.batches))
         try:
-            futures = [
-                pool.submit(_drain, pending, flat, streams, way, progress, crew, fresh=fresh, is_spare=number >= reading_threads())
-                for number in range(count)
-            ]
+            futures = []
+            for number in range(count):
+                is_spare = number >= reading_threads()
+                pool = spare_workers() if is_spare else workers()
+                futures.append(pool.submit(_drain, pending, flat, streams, way, progress, crew, fresh=fresh, is_spare=is_spare))
             for future in futures:
                 result_of(future)
         finally:

@@ -1,4 +1,4 @@
-"""The threads that read: one set for the process, each doing its own arithmetic on one core."""
+"""The threads that read, the same ones for the whole process, each doing its own arithmetic on one core."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from ..devices import reading_threads
 from ..waiting import not_awaited, result_of, start_daemon
 
-__all__ = ["MIN_WORKERS", "Crew", "in_order", "workers"]
+__all__ = ["Crew", "direct_reading_threads", "in_order", "spare_workers", "workers"]
 
 MIN_WORKERS: Final = 8
 """Reads past the page cache mostly wait, and disks want several requests at once, whatever the number of cores."""
@@ -23,19 +23,36 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _lock = threading.Lock()
-_pools: dict[int, ThreadPoolExecutor] = {}
+_pools: dict[str, ThreadPoolExecutor] = {}
 
 
 def workers() -> ThreadPoolExecutor:
-    """The process's reading threads. A forked child gets its own."""
+    """`devices.reading_threads` many, for whatever keeps a core busy. A forked child gets its own.
+
+    No more than that, for what a thread has freed stays with it: work that goes round among many keeps memory for each.
+    """
+    return _pool("bigmodel-read", reading_threads())
+
+
+def spare_workers() -> ThreadPoolExecutor:
+    """The others of the `direct_reading_threads`, if those are more. They only wait for disks."""
+    return _pool("bigmodel-spare", direct_reading_threads() - reading_threads())
+
+
+def direct_reading_threads() -> int:
+    """Threads that read past the page cache at once."""
+    return max(MIN_WORKERS, reading_threads())
+
+
+def _pool(name: str, count: int) -> ThreadPoolExecutor:
     with _lock:
-        pool = _pools.get(os.getpid())
+        pool = _pools.get(name)
         if pool is None:
-            pool = _pools[os.getpid()] = _started(max(MIN_WORKERS, reading_threads()))
+            pool = _pools[name] = _started(count, name)
         return pool
 
 
-def _started(count: int) -> ThreadPoolExecutor:
+def _started(count: int, name: str) -> ThreadPoolExecutor:
     """Starts all threads at once.
 
     A cast inside a reading thread must not ask OpenMP for more threads: with one reader a core they would only wait for each other. torch
@@ -49,7 +66,7 @@ def _started(count: int) -> ThreadPoolExecutor:
         ready.wait()
 
     before = torch.get_num_threads()
-    pool = ThreadPoolExecutor(count, thread_name_prefix="bigmodel-read")
+    pool = ThreadPoolExecutor(count, thread_name_prefix=name)
     try:
         for _ in range(count):
             pool.submit(single_threaded)

@@ -59,7 +59,7 @@ def test_ctrl_c_while_reading_threads_start_leaves_none_waiting(monkeypatch: pyt
     before = set(threading.enumerate())
     monkeypatch.setattr(threading, "Barrier", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        workers._started(3)
+        workers._started(3, "started-for-a-test")
     for thread in set(threading.enumerate()) - before:
         thread.join(100)
         assert not thread.is_alive()
