@@ -51,8 +51,8 @@ class Checkpoint:
         A string that names something on this machine is local, and so is every `Path`. `owner/name` (or `owner/name@revision`,
         `hf://owner/name@revision/folder`) is a repository on the hub: files in the hub's cache are used, of the others only the headers are
         fetched. http(s) URLs, and those of any scheme that fsspec knows, name a file, an index, or a folder. Endpoint, token, cache and
-        offline mode are huggingface_hub's (`HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME`, `HF_HUB_OFFLINE`). Remote checkpoints have to be
-        safetensors or GGUF.
+        offline mode are huggingface_hub's (`HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME`, `HF_HUB_OFFLINE`). A remote
+        `torch.distributed` folder has to be downloaded.
 
         `verify` reads every file once and compares its hash with what the hub has recorded for it, or with a given one (file name →
         SHA-256, or git's SHA-1, in hexadecimal digits). Files of packed weights that bigmodel wrote are compared with their own checksums.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,16 @@ from bigmodel.loading.location import RemoteFile
 from bigmodel.loading.remote import retry
 
 
+def values(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def torch_file(state: dict[str, torch.Tensor]) -> bytes:
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    return stream.getvalue()
+
+
 @pytest.fixture
 def hub(checkpoint_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     files = {file.name: file.read_bytes() for file in checkpoint_folder("llama").iterdir()}
@@ -26,6 +37,7 @@ def hub(checkpoint_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: p
         "owner/llama": files,
         "owner/parts": {f"text/{name}": data for name, data in files.items()} | {"README.md": b""},
         "owner/old": {"config.json": b"{}", "pytorch_model.bin": b"x"},
+        "owner/torch": {"config.json": files["config.json"], "pytorch_model.bin": torch_file(values(checkpoint_folder("llama")))},
         "owner/gated": files,
     }
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -34,10 +46,6 @@ def hub(checkpoint_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(constants, "ENDPOINT", running.endpoint)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", running.endpoint + "/{repo_id}/resolve/{revision}/{filename}")
         yield running
-
-
-def values(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
 @pytest.mark.parametrize(
@@ -62,6 +70,19 @@ def test_weights_stream_into_a_model(hub: Hub, checkpoint_folder: Callable[[str]
     again = empty_model(checkpoint_folder("llama"))
     bigmodel.load_checkpoint_and_dispatch(again, "owner/llama", device_map={"": "cpu"})
     assert all(torch.equal(again.state_dict()[name], value) for name, value in expected.items())
+
+
+def test_a_file_of_torch_streams_as_well_and_is_kept_on_request(hub: Hub, checkpoint_folder: Callable[[str], Path]) -> None:
+    expected = values(checkpoint_folder("llama"))
+    for where, keep in (("owner/torch", False), ("owner/torch", True)):
+        model = empty_model(checkpoint_folder("llama"))
+        checkpoint = Checkpoint.open(where, keep=keep)
+        load(model, checkpoint)
+        assert checkpoint.format == "torch"
+        assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())
+    (kept,) = Checkpoint.open("owner/torch").files
+    assert isinstance(kept, Path)
+    assert kept.read_bytes() == hub.repositories["owner/torch"]["pytorch_model.bin"]
 
 
 def test_what_the_cache_has_is_not_fetched_and_is_all_there_is_without_a_connection(
@@ -166,7 +187,7 @@ def test_the_token_goes_to_the_hub_and_nowhere_else(hub: Hub, monkeypatch: pytes
         ("owner/absent", "'owner/absent' is neither a folder nor a model on the hub"),
         ("owner/llama@v9", "no branch, tag or commit 'v9'"),
         ("owner/gated", "'owner/gated' is gated"),
-        ("owner/old", "cannot be read remotely"),
+        ("owner/old", "not an archive of torch 1.6 or later"),
         ("hf://owner/llama/nothing", "is not a folder containing"),
         ("hf://owner/llama/nothing.safetensors", "is not a folder containing"),
         ("owner/parts", "holds: README.md"),

@@ -78,7 +78,7 @@ def loaded(where: str, **arguments: object) -> tuple[nn.Module, LoadReport]:
 @pytest.fixture
 def server() -> Iterator[RangeServer]:
     sharded = {f"sharded/{name}": data for name, data in sharded_files().items()}
-    with RangeServer(sharded | {"one/model.safetensors": save(whole()), "one/other.bin": b"x"}) as running:
+    with RangeServer(sharded | {"one/model.safetensors": save(whole()), "folder/.metadata": b"x"}) as running:
         yield running
 
 
@@ -440,8 +440,8 @@ def test_what_is_not_there(server: RangeServer) -> None:
     for where in ("nothing.safetensors", "nothing", "one/nothing.safetensors.index.json"):
         with pytest.raises(CheckpointNotFoundError, match="nothing"):
             Checkpoint.open(server.url(where))
-    with pytest.raises(CheckpointError, match=r"other\.bin.*cannot be read remotely"):
-        Checkpoint.open(server.url("one/other.bin"))
+    with pytest.raises(CheckpointError, match=r"\.metadata.*cannot be read remotely"):
+        Checkpoint.open(server.url("folder/.metadata"))
     with pytest.raises(CheckpointError, match="no such kind of URL"):
         Checkpoint.open("nosuchscheme://x/y")
 

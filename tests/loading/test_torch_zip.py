@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -98,3 +100,122 @@ def test_sparse_tensors_are_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.eye(3).to_sparse()}, tmp_path / "x.bin")
     with pytest.raises(CheckpointError):
         Checkpoint.open(tmp_path / "x.bin")
+
+
+def rebuilt(storage: torch.Tensor, first: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> object:
+    """Pickled as a view of a storage, whatever the storage holds."""
+
+    class View:
+        def __reduce__(self) -> tuple[object, ...]:
+            return torch._utils._rebuild_tensor_v2, (storage._typed_storage(), first, shape, strides, False, OrderedDict())
+
+    return View()
+
+
+@pytest.mark.parametrize(
+    ("first", "shape", "strides"),
+    [
+        (0, (11,), (1,)),
+        (1, (10,), (1,)),
+        (-1, (2,), (1,)),
+        (0, (2, 2), (9, 1)),
+        (9, (3,), (-1,)),
+        (0, (1 << 40, 1 << 40), (1, 1)),
+        (1 << 62, (1,), (1,)),
+    ],
+)
+def test_a_view_beyond_its_storage_is_refused(tmp_path: Path, first: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    storage = torch.arange(10.0)
+    torch.save({"a": rebuilt(storage, 2, (4,), (2,)), "b": storage}, tmp_path / "good.bin")
+    assert torch.equal(read(Checkpoint.open(tmp_path / "good.bin"), "a"), storage[2::2])
+    torch.save({"a": rebuilt(storage, first, shape, strides), "b": storage}, tmp_path / "x.bin")
+    with pytest.raises(CheckpointError, match=r"x\.bin: damaged"):
+        Checkpoint.open(tmp_path / "x.bin")
+
+
+def repacked(source: Path, target: Path, changed: dict[str, bytes | None], order: list[str] | None = None) -> None:
+    """The archive as another program writes it: no alignment, records in another order, changed or missing."""
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
+        names = {name.partition("/")[2]: name for name in old.namelist()}
+        for name in order or names:
+            content = changed.get(name, old.read(names[name]))
+            if content is not None:
+                new.writestr(names[name], content)
+
+
+def test_an_archive_that_another_program_has_packed(tmp_path: Path) -> None:
+    state = {"a": torch.randn(7), "b": torch.randn(1000), "c": torch.randn(3)}
+    torch.save(state, tmp_path / "x.bin")
+    repacked(tmp_path / "x.bin", tmp_path / "y.bin", {}, ["data/2", "version", "data/0", "data.pkl", "data/1"])
+    checkpoint = Checkpoint.open(tmp_path / "y.bin")
+    for name, value in state.items():
+        assert torch.equal(read(checkpoint, name), value)
+
+
+@pytest.mark.parametrize("alignment", [1, 4096])
+def test_records_of_another_alignment(tmp_path: Path, alignment: int) -> None:
+    from torch.utils.serialization import config
+
+    state = {"a": torch.randn(7), "b": torch.randn(1000), "c": torch.randn(3)}
+    with config.patch("save.storage_alignment", alignment):
+        torch.save(state, tmp_path / "x.bin")
+    checkpoint = Checkpoint.open(tmp_path / "x.bin")
+    for name, value in state.items():
+        assert torch.equal(read(checkpoint, name), value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"data/0": bytes(39)}, "its storage '0' is said to have 40 bytes, its record has 39"),
+        ({"data/0": None}, "its record 'data/0' is missing"),
+        ({"data.pkl": None}, "none of torch.save"),
+        ({"data.pkl": b"nothing"}, "damaged|foreign"),
+        ({"data.pkl": b""}, "damaged"),
+        ({"byteorder": b"big"}, "another byte order"),
+    ],
+)
+def test_records_that_contradict_each_other(tmp_path: Path, changed: dict[str, bytes | None], says: str) -> None:
+    torch.save({"a": torch.randn(10)}, tmp_path / "x.bin")
+    repacked(tmp_path / "x.bin", tmp_path / "y.bin", changed)
+    with pytest.raises(CheckpointError, match=says) as error:
+        Checkpoint.open(tmp_path / "y.bin")
+    assert "y.bin" in str(error.value)
+
+
+@pytest.mark.parametrize(("field", "value"), [(24, 1 << 30), (42, 1 << 30), (42, 7)], ids=["size", "far", "inside another"])
+def test_a_directory_that_points_elsewhere(tmp_path: Path, field: int, value: int) -> None:
+    torch.save({"a": torch.randn(1000)}, tmp_path / "x.bin")
+    content = bytearray((tmp_path / "x.bin").read_bytes())
+    place = content.rindex(b"PK\x01\x02", 0, content.rindex(b"/data/0"))
+    content[place + field : place + field + 4] = value.to_bytes(4, "little")
+    (tmp_path / "x.bin").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"x\.bin: (truncated or )?damaged"):
+        Checkpoint.open(tmp_path / "x.bin")
+
+
+def test_tensors_of_any_device_are_found_without_it(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(10.0)}, tmp_path / "x.bin")
+    with zipfile.ZipFile(tmp_path / "x.bin") as archive:
+        text = archive.read("x/data.pkl")
+    on_device = text.replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:7")
+    assert on_device != text
+    repacked(tmp_path / "x.bin", tmp_path / "y.bin", {"data.pkl": on_device})
+    assert torch.equal(read(Checkpoint.open(tmp_path / "y.bin"), "a"), torch.arange(10.0))
+
+
+def test_a_scripted_module_is_refused(tmp_path: Path) -> None:
+    torch.jit.save(torch.jit.script(nn.Linear(2, 2)), tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="a TorchScript archive"):
+        Checkpoint.open(tmp_path / "x.pt")
+
+
+def test_tensors_without_bytes_are_refused_by_name(tmp_path: Path) -> None:
+    torch.save({"a": torch.empty(3, device="meta")}, tmp_path / "x.bin")
+    with pytest.raises(CheckpointError, match="'a' has no bytes in the archive"):
+        Checkpoint.open(tmp_path / "x.bin")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.save({"a": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)}, tmp_path / "q.bin")
+    with pytest.raises(CheckpointError, match=r"q\.bin"):
+        Checkpoint.open(tmp_path / "q.bin")

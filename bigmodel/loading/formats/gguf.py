@@ -7,7 +7,6 @@ tensors' bytes, each at a multiple of the alignment. Dimensions stand in ggml's 
 from __future__ import annotations
 
 import importlib
-import io
 import math
 import struct
 from collections.abc import Callable
@@ -17,10 +16,10 @@ from typing import Any, Final
 
 import torch
 
-from ...errors import CheckpointError, CheckpointNotFoundError, MissingPackageError
+from ...errors import CheckpointError, MissingPackageError
 from ..entry import Entry, Packed
 from ..location import CheckpointFile
-from .header import START_BYTES, Header, foreign
+from .header import START_BYTES, Header, foreign, read_local
 
 __all__ = ["GgufFormat"]
 
@@ -67,18 +66,7 @@ class GgufFormat:
         Quantized tensors are entries of dtype float32 that are unpacked as they are read. Raises `CheckpointError` for a damaged or
         truncated file and for types that cannot be unpacked, `MissingPackageError` for quantized tensors without the package gguf.
         """
-        try:
-            with open(file, "rb") as stream:
-
-                def read(start: int, end: int) -> bytes:
-                    stream.seek(start)
-                    return stream.read(end - start)
-
-                return self.header_from(file, stream.seek(0, io.SEEK_END), read)
-        except FileNotFoundError as error:
-            raise CheckpointNotFoundError(f"{file}: there is no such file.") from error
-        except OSError as error:
-            raise CheckpointError(f"{file}: cannot be read: {error}.") from error
+        return read_local(file, self.header_from)
 
     def header_from(self, file: CheckpointFile, size_bytes: int, read: Callable[[int, int], bytes]) -> Header:
         """See `RangedFormat` and `read_header`."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
+from ...errors import CheckpointError, CheckpointNotFoundError
 from ..entry import Entry
 from ..location import CheckpointFile
 
-__all__ = ["START_BYTES", "Format", "Header", "RangedFormat", "foreign"]
+__all__ = ["START_BYTES", "Format", "Header", "RangedFormat", "foreign", "read_local"]
 
 START_BYTES: Final = 64
 """Of a file, that tell what it is."""
@@ -66,3 +68,22 @@ class RangedFormat(Protocol):
         Raises `CheckpointError`, naming the file.
         """
         ...
+
+
+def read_local(file: Path, header_from: Callable[[CheckpointFile, int, Callable[[int, int], bytes]], Header]) -> Header:
+    """The header of a file on this machine, by `RangedFormat.header_from`.
+
+    Raises `CheckpointNotFoundError`, and `CheckpointError` for a file that cannot be read or is damaged.
+    """
+    try:
+        with open(file, "rb") as stream:
+
+            def read(start: int, end: int) -> bytes:
+                stream.seek(start)
+                return stream.read(end - start)
+
+            return header_from(file, stream.seek(0, io.SEEK_END), read)
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"{file}: there is no such file.") from error
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}.") from error

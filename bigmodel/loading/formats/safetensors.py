@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from ...errors import CheckpointError, CheckpointNotFoundError
+from ...errors import CheckpointError
 from ...protocols import TensorSpec
 from ..entry import Entry
 from ..json_text import parse_object
 from ..location import CheckpointFile
-from .header import START_BYTES, Header, foreign
+from .header import START_BYTES, Header, foreign, read_local
 
 __all__ = ["SafetensorsFormat", "lay_out"]
 
@@ -100,18 +99,7 @@ class SafetensorsFormat:
 
         Raises `CheckpointError` on a damaged header and on a file that is shorter or longer than its header says (with both sizes).
         """
-        try:
-            with open(file, "rb") as stream:
-
-                def read(start: int, end: int) -> bytes:
-                    stream.seek(start)
-                    return stream.read(end - start)
-
-                return self.header_from(file, stream.seek(0, os.SEEK_END), read)
-        except FileNotFoundError as error:
-            raise CheckpointNotFoundError(f"{file}: there is no such file.") from error
-        except OSError as error:
-            raise CheckpointError(f"{file}: cannot be read: {error}.") from error
+        return read_local(file, self.header_from)
 
     def header_from(self, file: CheckpointFile, size_bytes: int, read: Callable[[int, int], bytes]) -> Header:
         """See `RangedFormat` and `read_header`."""

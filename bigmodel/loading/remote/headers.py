@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from ...errors import CheckpointError
 from ..entry import FileIdentity
 from ..formats import Format, Header, RangedFormat
@@ -11,14 +13,18 @@ from .source import read_range, source_of
 
 __all__ = ["read_header", "read_index"]
 
-FIRST_BYTES = 256 << 10
+FIRST_BYTES: Final = 256 << 10
 """Asked for first: with most files their whole header, so that one request does."""
+
+LONGEST_SKIP_BYTES: Final = 64 << 20
+"""Received and thrown away for a header, from a server that knows no ranges."""
 
 
 def read_header(format_: Format, file: RemoteFile, identity: FileIdentity | None) -> tuple[Header, FileIdentity]:
     """The header of a file, and what the file is. `identity` is what is known of it before.
 
-    Raises `CheckpointError` for formats whose headers cannot be read without the rest.
+    Raises `CheckpointError` for formats whose headers cannot be read without the rest, and for headers far behind the start of a file whose
+    server cannot send a part alone.
     """
     if not isinstance(format_, RangedFormat):
         raise CheckpointError(f"{file}: files of the format {format_.name!r} cannot be read remotely. Download it first.")
@@ -26,6 +32,10 @@ def read_header(format_: Format, file: RemoteFile, identity: FileIdentity | None
     first = read_range(source, 0, FIRST_BYTES)
 
     def read(start: int, end: int) -> bytes:
+        if start > LONGEST_SKIP_BYTES and not source.has_ranges:
+            raise CheckpointError(
+                f"{file}: its table of contents is at byte {start}, and its server sends whole files alone. Download it first."
+            )
         return first[start:end] if end <= len(first) else first[start:] + read_range(source, max(start, len(first)), end)
 
     return format_.header_from(file, source.identity.size_bytes, read), source.identity

@@ -18,7 +18,7 @@ from .source import source_of
 
 __all__ = ["url_parts"]
 
-USUAL_NAMES: Final = ("model.safetensors.index.json", "model.safetensors")
+USUAL_NAMES: Final = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
 """Tried in a folder on a web server, which does not tell what it holds."""
 
 
