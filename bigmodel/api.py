@@ -146,6 +146,7 @@ def load_and_dispatch(
             offload_buffers=place is not None and place.offload_buffers,
             packer=quantized.packer,
             packed_file=quantized.packed_file,
+            scales=quantized.scales,
             mmap=mmap,
             reading=reading,
             progress=progress,

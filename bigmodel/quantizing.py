@@ -62,6 +62,8 @@ class QuantizedLoad:
     """What packs weights; None where the checkpoint's are packed already, or nothing is."""
     packed_file: Path | None = None
     """Where packed weights are kept for the next load."""
+    scales: frozenset[str] = frozenset()
+    """Full names of the scales (and tables of values) of packed weights that are loaded as they are."""
 
     @property
     def weight_format(self) -> WeightFormat | None:
@@ -143,7 +145,8 @@ def quantized_load(
         for name, each in filled.unpacking.items():
             each.original_dtype = unpacked_to(name, TensorSpec(each.shape, filled.dtypes[name]), each.original_dtype)
         try:
-            yield QuantizedLoad(rule, filled.rules, used)
+            beside = frozenset(name for name in filled.packed if name.rpartition(".")[2] != "weight")
+            yield QuantizedLoad(rule, filled.rules, used, scales=beside)
         except BaseException:
             filled.undo()
             raise

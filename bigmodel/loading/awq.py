@@ -75,7 +75,7 @@ class _Awq(Dequantized):
     def values(self, box: Box, inputs: list[torch.Tensor]) -> torch.Tensor:
         """(integer - zero) × scale."""
         packed, scales, zeros = inputs
-        return dequantized(_in_order(packed), _in_order(zeros), scales.T)
+        return dequantized(_in_order(packed), _in_order(zeros), scales.T, self.scales)
 
 
 def _in_order(packed: torch.Tensor) -> torch.Tensor:

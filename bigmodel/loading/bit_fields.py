@@ -8,6 +8,7 @@ import torch
 
 from ..errors import CheckpointError
 from .entry import Entry
+from .finite import adds_up, refuse_not_finite
 
 __all__ = ["NIBBLES", "columns_at_once", "dequantized", "refuse_other_groups", "split_words"]
 
@@ -24,16 +25,23 @@ def split_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack([parts >> shift & mask for shift in range(0, 8, bits)], -1).flatten(-2)
 
 
-def dequantized(integers: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group_of: torch.Tensor | None = None) -> torch.Tensor:
+def dequantized(
+    integers: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, scale: Entry, group_of: torch.Tensor | None = None
+) -> torch.Tensor:
     """(integer - zero) × scale, float32 (rows, columns). `zeros` (rows, groups) and `scales` (rows, groups) belong to equal groups of
     neighbouring columns, or to that of each column which `group_of` (columns) names.
+
+    Raises `CheckpointError`, naming `scale`, the entry that they were read from, for scales that are NaN or infinite.
     """
+    given = scales
     if group_of is not None:
         groups, counts = group_of.unique_consecutive(return_counts=True)
         if (counts == counts[0]).all():
             zeros, scales, group_of = zeros[:, groups], scales[:, groups], None
     # Operands of one dtype: torch would make whole copies of others.
     values, zeros, scales = (each.to(torch.float32) for each in (integers, zeros, scales))
+    if not adds_up(scales):
+        refuse_not_finite(given, scale.name, scale.file)
     if group_of is not None:
         return values.sub_(zeros[:, group_of]).mul_(scales[:, group_of])
     grouped = values.view(len(values), scales.shape[1], -1)

@@ -95,7 +95,7 @@ class _Gptq(Dequantized):
         refuse_other_groups(self.groups, groups, len(scales))
         # Turned while they are small.
         integers = split_words(packed.T.contiguous(), self.bits)
-        return dequantized(integers, self._zeros(split_words(read, self.bits)).T, scales.T, groups.long())
+        return dequantized(integers, self._zeros(split_words(read, self.bits)).T, scales.T, self.scales, groups.long())
 
     def _zeros(self, stored: torch.Tensor) -> torch.Tensor:
         middle = 1 << (self.bits - 1)

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from ..text import bytes_text
 from .checksum import check_tensors, not_compared
 from .exchange import several_processes
 from .extra_state import ExtraStates, set_extra_states
+from .finite import refuse_not_finite
 from .host_memory import empty_tensors
 from .location import RemoteFile
 from .mapped import mapped_tensors
@@ -78,6 +79,7 @@ def materialize(
     offload_buffers: bool = False,
     packer: Packer | None = None,
     packed_file: Path | None = None,
+    scales: Collection[str] = (),
     mmap: bool = False,
     reading: Reading = "auto",
     progress: bool | None = None,
@@ -92,12 +94,15 @@ def materialize(
     `packed_file`, if an earlier load has kept it there, and else kept there; without one, only what rests on disk is written, to a private
     file.
 
+    `scales` names tensors of the model that are scales of packed weights, which are taken as they are: those that come into memory have to
+    be finite.
+
     With `mmap`, tensors on CPU whose bytes lie in a file as they are wanted share its pages (see `mapped_tensors`); otherwise they are
     private, and a file that changes later changes nothing. `reading` is how files are read, see `Reading`.
 
     On any error, Ctrl-C included, the model is what it was. Raises `PlanError`, `MatchError` for tensors that nothing fills and that a map
-    sends somewhere although they are on meta, and `CheckpointError` when a file has changed since it was opened, or holds other bytes than
-    were written to it (`checksum`).
+    sends somewhere although they are on meta, and `CheckpointError` when a file has changed since it was opened, holds other bytes than
+    were written to it (`checksum`), or scales that are NaN or infinite.
     """
     started = time.perf_counter()
     if reading not in READINGS:
@@ -156,6 +161,7 @@ def materialize(
         with Progress(total, "Loading", show=progress, callback=progress_callback) as bar:
             bytes_read = reader.read([*jobs, *extra.jobs], bar, fresh=True)
             check_tensors(jobs, match.checksums)
+            _check_scales([*jobs, *((each, mapped[each.target]) for each in resident if each.target in mapped)], scales)
             converted = [*read, *(weights.values() if kept_before is None else ())]
             verify_entries(not_compared((each for each in converted if each.target not in sharded), match.checksums))
             if packer is not None and weights:
@@ -191,6 +197,14 @@ def materialize(
         store=_store(match, on_disk, packed),
         packed={name: KeptWeight(_spec(weights[name]), tensors) for name, tensors in packed.tensors.items()},
     )
+
+
+def _check_scales(read: Iterable[tuple[Transfer, torch.Tensor]], scales: Collection[str]) -> None:
+    """Raises `CheckpointError` for those of the tensors `scales` that are not finite."""
+    for transfer, tensor in read if scales else ():
+        if transfer.target in scales and tensor.dtype.is_floating_point:
+            first, *others = transfer.entries()
+            refuse_not_finite(tensor, transfer.target if others else first.name, first.file)
 
 
 def _refuse_nothing(model: nn.Module, unfilled: Sequence[str]) -> None:

@@ -115,4 +115,4 @@ class _PackQuantized(Dequantized):
         group_of = others[0].long() if others and not (others[0] == -1).all() else None
         if group_of is not None and self.groups is not None:
             refuse_other_groups(self.groups, group_of, scale.shape[1])
-        return dequantized(split_words(packed, 4), zeros, scale, group_of)
+        return dequantized(split_words(packed, 4), zeros, scale, self.scale, group_of)

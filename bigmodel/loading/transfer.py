@@ -13,6 +13,7 @@ import torch
 
 from ..errors import MatchError
 from .entry import Dequantized, Entry, Packed, Scaled, Sharded, Turned, contiguous_strides
+from .finite import refuse_not_finite
 from .keys import Computed, Concatenate, Slice, Source, Stack, Transpose, Whole
 
 __all__ = ["Computation", "Piece", "Transfer", "lower"]
@@ -245,7 +246,7 @@ def _scaled(entry: Entry, scaled: Scaled) -> Iterator[Piece]:
             start = (*index, first, *(0 for _ in shape[row_dim + 1 :]))[: len(shape)]
             box = (*(1 for _ in index), count, *shape[row_dim + 1 :])[: len(shape)]
             values = _clipped(scaled.values, start, box)
-            made = Computation((values, _scales_of(scaled, start, box)), partial(_multiply, blocks), box, entry.dtype)
+            made = Computation((values, _scales_of(scaled, start, box)), partial(_multiply, scaled), box, entry.dtype)
             yield Piece(made, start, box, 0, contiguous_strides(box))
 
 
@@ -266,10 +267,11 @@ def _scales_of(scaled: Scaled, start: tuple[int, ...], box: tuple[int, ...]) -> 
     return _clipped(seen, first, tuple(end - low for low, end in zip(first, ends, strict=True)))
 
 
-def _multiply(blocks: tuple[int, ...], inputs: list[torch.Tensor]) -> torch.Tensor:
+def _multiply(scaled: Scaled, inputs: list[torch.Tensor]) -> torch.Tensor:
     values, scales = inputs
     scales = scales.to(torch.float32)
-    for dim, (size, block) in enumerate(zip(values.shape, blocks, strict=True)):
+    refuse_not_finite(scales, scaled.scales.name, scaled.scales.file)
+    for dim, (size, block) in enumerate(zip(values.shape, scaled.blocks, strict=True)):
         if scales.shape[dim] > 1 and block > 1:
             scales = scales.repeat_interleave(block, dim).narrow(dim, 0, size)
     return values.to(torch.float32).mul_(scales)

@@ -7,11 +7,12 @@ import importlib.util
 import pytest
 import torch
 from quantized_models import TOKENS, Net, empty_net, saved_net
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import bigmodel.loading.packing as packing_room
 from bigmodel import QuantizationError, load_and_quantize_model, load_checkpoint_and_dispatch, placement, quantization_report, save_model
+from bigmodel.errors import CheckpointError
 from bigmodel.planning import plan
 from bigmodel.protocols import TensorSpec
 from bigmodel.quantization import PackedStack, pack, packed_layers, replace_with_bnb_layers, weight_format
@@ -246,3 +247,25 @@ def test_an_absent_library_is_named_before_the_model_changes(tmp_path):
         load_checkpoint_and_dispatch(net, tmp_path, device_map={"": "cpu"}, quantization="torchao-int8")
     assert not packed_layers(net)
     assert TorchaoRows("float8").packed_bytes(TensorSpec((64, 32), torch.bfloat16)) == 64 * 32 + 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("quantization", "companion"), [("nf4", "absmax"), ("nf4-dq", "nested_absmax"), ("int8", "SCB"), ("fp8", "weight_scale_inv")]
+)
+@pytest.mark.parametrize("mmap", [False, True])
+def test_scales_of_packed_weights_that_are_no_numbers_are_named(tmp_path, quantization, companion, mmap):
+    saved_net(tmp_path)
+    model = load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map={"": "cpu"}, quantization=quantization)
+    save_model(model, tmp_path / "packed")
+    (file,) = (tmp_path / "packed").glob("*.safetensors")
+    state = load_file(file)
+    name = next(name for name in state if name.endswith(companion))
+    again = load_checkpoint_and_dispatch(empty_net(), tmp_path / "packed", device_map={"": "cpu"}, quantization=quantization, mmap=mmap)
+    assert torch.equal(output(again), output(model))
+    state[name].view(-1)[0] = float("nan")
+    save_file(state, file)  # without checksums
+    model = empty_net()
+    with pytest.raises(CheckpointError, match=rf"{file.name}: '{name}': 1 of the {state[name].numel()} scales that were read are NaN"):
+        load_checkpoint_and_dispatch(model, tmp_path / "packed", device_map={"": "cpu"}, quantization=quantization, mmap=mmap)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not packed_layers(model)
