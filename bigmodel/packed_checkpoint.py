@@ -4,17 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import nn
 
 from .errors import MatchError, QuantizationError
-from .loading import Checkpoint, Computed, Concatenate, Entry, KeyRules, SameNames, Source, Stack, Whole, lower, read_tensors
+from .loading import (
+    Checkpoint,
+    Computed,
+    Concatenate,
+    Entry,
+    KeyRules,
+    SameNames,
+    Source,
+    Stack,
+    Whole,
+    lower,
+    read_tensors,
+    refuse_others_said,
+)
 from .modules import owner_of
 from .protocols import TensorSpec
 from .quantization import (
     Description,
     FourBit,
+    Int8,
     PackedEmbedding,
     PackedFormat,
     PackedLinear,
@@ -37,6 +52,9 @@ from .quantization import (
 from .text import kind_text
 
 __all__ = ["Filled", "fill_places", "keep_places"]
+
+BITSANDBYTES: Final = "bitsandbytes"
+"""What configurations call it."""
 
 
 @dataclass(slots=True)
@@ -267,6 +285,7 @@ def _scheme_of_stored(each: StoredWeight, entry: Entry, description: Description
     else:
         assert each.packing is not None  # what is stored without a description says what it is
         packing = each.packing
+    _refuse_others_said(entry, packing)
     if scheme is None:
         return Scheme(packing)
     if type(scheme.format) is not type(packing):
@@ -275,6 +294,14 @@ def _scheme_of_stored(each: StoredWeight, entry: Entry, description: Description
             "the original checkpoint with it."
         )
     return replace(scheme, format=packing)
+
+
+def _refuse_others_said(entry: Entry, packing: PackedFormat) -> None:
+    """Raises `CheckpointError` where a configuration beside the file says that bitsandbytes, or another, packed in another format."""
+    if isinstance(packing, FourBit):
+        refuse_others_said(entry, BITSANDBYTES, {"load_in_8bit": False, "load_in_4bit": True, "bnb_4bit_quant_type": packing.quant_type})
+    elif isinstance(packing, Int8):
+        refuse_others_said(entry, BITSANDBYTES, {"load_in_4bit": False, "load_in_8bit": True})
 
 
 def _leaves(source: Source) -> list[str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .checkpoint import Checkpoint
+from .contradiction import refuse_others_said
 from .dtypes import as_dtype, dtype_rule
 from .entry import Entry, FileIdentity
 from .folder_owner import check_owner, fill_folder, write_owner
@@ -79,6 +80,7 @@ __all__ = [
     "placements",
     "read_offload_index",
     "read_tensors",
+    "refuse_others_said",
     "save_model",
     "save_offload_index",
     "set_module_tensor_to_device",

@@ -16,6 +16,7 @@ from typing import Final
 import torch
 
 from .bit_fields import NIBBLES, columns_at_once, dequantized
+from .contradiction import PackedKind, refuse_contradictions
 from .entry import Box, Dequantized, Entry
 
 __all__ = ["join_awq"]
@@ -27,7 +28,10 @@ SCALES: Final = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def join_awq(name: str, entries: Mapping[str, Entry]) -> tuple[Entry, list[str]] | None:
-    """The float32 entry that a packed one makes with its companions, and the names of all; None where they are not of this kind."""
+    """The float32 entry that a packed one makes with its companions, and the names of all; None where they are not of this kind.
+
+    Raises `CheckpointError` where the configuration beside them is of something else.
+    """
     prefix = name.removesuffix(ENDING)
     if not name.endswith(ENDING) or (prefix and not prefix.endswith(".")) or f"{prefix}g_idx" in entries:
         return None
@@ -41,6 +45,7 @@ def join_awq(name: str, entries: Mapping[str, Entry]) -> tuple[Entry, list[str]]
     fits = scales.shape == (groups, outputs) and zeros.shape == (groups, words)
     if {packed.dtype, zeros.dtype} != {torch.int32} or scales.dtype not in SCALES or not fits or not groups or inputs % groups:
         return None
+    refuse_contradictions(PackedKind("awq", packed, scales, 4, inputs, groups))
     made = _Awq(f"{name} as AWQ's 4-bit integers", packed, scales, zeros)
     whole = Entry(f"{prefix}weight", packed.file, 0, packed.nbytes, torch.float32, (outputs, inputs), contents=made)
     return whole, [part.name for part in parts]

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import torch
 
 from ..errors import CheckpointError
-from .beside import CONFIGS, quantization_beside
+from .beside import CONFIGS, descriptions_beside, quantization_beside
 from .bit_fields import columns_at_once, dequantized, refuse_other_groups, split_words
+from .contradiction import OTHERS, PackedKind, refuse_contradictions
 from .entry import Box, Dequantized, Entry
 from .location import CheckpointFile
 
@@ -35,7 +37,10 @@ AT_ONCE: Final = 2
 
 
 def join_gptq(name: str, entries: Mapping[str, Entry]) -> tuple[Entry, list[str]] | None:
-    """The float32 entry that a packed one makes with its companions, and the names of all; None where they are not of this kind."""
+    """The float32 entry that a packed one makes with its companions, and the names of all; None where they are not of this kind.
+
+    Raises `CheckpointError` where the configuration beside them is of something else.
+    """
     prefix = name.removesuffix(ENDING)
     if not name.endswith(ENDING) or (prefix and not prefix.endswith(".")):
         return None
@@ -54,7 +59,9 @@ def join_gptq(name: str, entries: Mapping[str, Entry]) -> tuple[Entry, list[str]
     known = _checkpoint_format(packed.file)
     if known is not None and known not in STORED_LESS:
         return None
-    made = _Gptq(f"{name} as {bits}-bit integers", packed, scales, zeros, groups, bits, None if known is None else STORED_LESS[known])
+    refuse_contradictions(PackedKind("gptq", packed, scales, bits, inputs, scales.shape[0]))
+    less = None if known is None else STORED_LESS[known]
+    made = _Gptq(f"{name} as {bits}-bit integers", packed, scales, zeros, groups, bits, less, _symmetric(packed.file))
     whole = Entry(f"{prefix}weight", packed.file, 0, packed.nbytes, torch.float32, (outputs, inputs), contents=made)
     return whole, [part.name for part in parts]
 
@@ -63,6 +70,11 @@ def _checkpoint_format(file: CheckpointFile) -> str | None:
     """What the configuration beside a file calls the format; None where there is none that speaks of quantization."""
     described = quantization_beside(file)
     return str(described.get("checkpoint_format") or "gptq") if described else None
+
+
+def _symmetric(file: CheckpointFile) -> Path | None:
+    """The configuration that says that all zeros are the middle of the integers; None where none does."""
+    return next((config for config, content in descriptions_beside(file).items() if content.get("sym") is True), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +86,8 @@ class _Gptq(Dequantized):
     bits: int
     stored_less: int | None
     """What was taken off the zeros; None where that is not known."""
+    symmetric: Path | None
+    """The configuration that promises zeros in the middle; None where none does."""
 
     def boxes(self, at_once_bytes: int) -> Iterator[Box]:
         """Inputs of all outputs: as many as share words, and groups where these are neighbours."""
@@ -90,7 +104,9 @@ class _Gptq(Dequantized):
         return words, (self.groups, ((first,), (count,))), (self.scales, self.scales.whole), (self.zeros, self.zeros.whole)
 
     def values(self, box: Box, inputs: list[torch.Tensor]) -> torch.Tensor:
-        """(integer - zero) × scale. Raises `CheckpointError` for groups that there are not, and for zeros that may mean two things."""
+        """(integer - zero) × scale. Raises `CheckpointError` for groups that there are not, and for zeros that may mean two things or are
+        not what the configuration promises.
+        """
         packed, groups, scales, read = inputs
         refuse_other_groups(self.groups, groups, len(scales))
         # Turned while they are small.
@@ -100,7 +116,13 @@ class _Gptq(Dequantized):
     def _zeros(self, stored: torch.Tensor) -> torch.Tensor:
         middle = 1 << (self.bits - 1)
         if self.stored_less is not None:
-            return stored + self.stored_less & (1 << self.bits) - 1
+            zeros = stored + self.stored_less & (1 << self.bits) - 1
+            if self.symmetric is not None and not (zeros == middle).all():
+                raise CheckpointError(
+                    f"{self.symmetric}: says that the quantization is symmetric (sym), so that all zeros are {middle}, but those of "
+                    f"{self.zeros.name!r} in {self.zeros.file.name} go from {int(zeros.min())} to {int(zeros.max())}. {OTHERS}"
+                )
+            return zeros
         if (stored == middle).all() or (stored == middle - 1).all():
             return torch.full_like(stored, middle)
         raise CheckpointError(

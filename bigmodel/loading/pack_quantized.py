@@ -18,6 +18,7 @@ import torch
 from ..errors import CheckpointError
 from .beside import quantization_beside
 from .bit_fields import NIBBLES, dequantized, refuse_other_groups, split_words
+from .contradiction import PackedKind, refuse_contradictions
 from .entry import Box, Dequantized, Entry
 
 __all__ = ["join_pack_quantized", "promised"]
@@ -33,7 +34,8 @@ SCALES: Final = (torch.float16, torch.bfloat16, torch.float32)
 def join_pack_quantized(name: str, entries: Mapping[str, Entry]) -> tuple[Entry, list[str]] | None:
     """The float32 entry that a packed one makes with its companions, and the names of all; None where they are not of this kind.
 
-    The shape is told by the tensors' own, for 4 bits. Whether it is right is seen when `w_shape` is read.
+    The shape is told by the tensors' own, for 4 bits. Whether it is right is seen when `w_shape` is read. Raises `CheckpointError`
+    where the configuration beside them is of something else.
     """
     weight = name.removesuffix(ENDING)
     packed, scale, shape = (entries.get(weight + ending) for ending in (ENDING, "_scale", "_shape"))
@@ -55,6 +57,7 @@ def join_pack_quantized(name: str, entries: Mapping[str, Entry]) -> tuple[Entry,
         return None
     if any(weight + ending not in entries for ending in promised(packed)):
         return None
+    refuse_contradictions(PackedKind("compressed-tensors", packed, scale, 4, columns, scale.shape[1]))
     made = _PackQuantized(f"{name} as 4-bit integers", packed, scale, shape, zeros, groups)
     whole = Entry(weight, packed.file, 0, packed.nbytes, torch.float32, (rows, columns), contents=made)
     return whole, [part.name for part in parts]

@@ -14,8 +14,10 @@ from typing import Final
 
 import torch
 
+from ..errors import CheckpointError
 from ..protocols import TensorSpec
 from .awq import join_awq
+from .contradiction import OTHERS, described_blocks
 from .entry import Dequantized, Entry, Scaled
 from .gptq import join_gptq
 from .mxfp4 import BLOCKS_ENDING, join_mxfp4
@@ -56,7 +58,8 @@ class ScaledEntries:
 def scaled_entries(entries: Mapping[str, Entry], targets: Mapping[str, TensorSpec], kept: Collection[str] = ()) -> ScaledEntries:
     """Joins weights with their scales, unless the scale is a tensor of the model, or one of those that are `kept` beside their weights.
 
-    Where nothing is said to be kept and one of the targets holds 8-bit values itself, none are joined.
+    Where nothing is said to be kept and one of the targets holds 8-bit values itself, none are joined. Raises `CheckpointError` where a
+    configuration beside a file says that its weights are packed in another way than they are.
     """
     if not kept and any(spec.dtype in WEIGHT_DTYPES for spec in targets.values()):
         return ScaledEntries(entries, {})
@@ -77,10 +80,13 @@ def scaled_entries(entries: Mapping[str, Entry], targets: Mapping[str, TensorSpe
                 joined.pop(each, None)
             continue
         scale = next((entries[name + ending] for ending in SCALE_ENDINGS if name + ending in entries), None)
-        if entry.dtype not in WEIGHT_DTYPES or entry.contents is not None or scale is None or scale.name in targets or scale.name in kept:
+        if entry.dtype not in WEIGHT_DTYPES or entry.contents is not None or scale is None or scale.name in targets:
+            continue
+        told = _told_blocks(entry, scale)
+        if scale.name in kept:
             continue
         further = next((name + ending for ending in FURTHER_ENDINGS if name + ending in entries), None)
-        blocks = None if scale.contents is not None or scale.strides is not None else _blocks(entry.shape, scale)
+        blocks = None if scale.contents is not None or scale.strides is not None else told or _blocks(entry.shape, scale)
         if further is not None:
             refused[name] = f"{further} stands beside it, which bigmodel does not apply"
         elif scale.dtype not in SCALE_DTYPES:
@@ -94,6 +100,24 @@ def scaled_entries(entries: Mapping[str, Entry], targets: Mapping[str, TensorSpe
             joined[name] = Entry(name, entry.file, 0, nbytes, torch.float32, entry.shape, contents=Scaled(entry, scale, blocks))
             del joined[scale.name]
     return ScaledEntries(joined, refused)
+
+
+def _told_blocks(weight: Entry, scale: Entry) -> tuple[int, ...] | None:
+    """How many elements of each dimension share a scale, where a configuration beside the file says it of matrices.
+
+    Raises `CheckpointError` where the scales are for others.
+    """
+    found = described_blocks(weight)
+    if found is None or len(weight.shape) < 2 or not weight.dtype.is_floating_point:
+        return None
+    config, blocks = found
+    counts = tuple(-(-size // block) for size, block in zip(weight.shape[-2:], blocks, strict=True))
+    if scale.shape != (*weight.shape[:-2], *counts):
+        raise CheckpointError(
+            f"{config}: says that blocks of {list(blocks)} share a scale, of which {weight.name!r} of shape {list(weight.shape)} in "
+            f"{weight.file.name} has {list(counts)} a matrix, but {scale.name!r} has the shape {list(scale.shape)}. {OTHERS}"
+        )
+    return (*(1 for _ in weight.shape[:-2]), *blocks)
 
 
 def _blocks(shape: tuple[int, ...], scale: Entry) -> tuple[int, ...] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from bigmodel import (
     Checkpoint,
+    CheckpointError,
     MatchError,
     PlanError,
     QuantizationError,
@@ -379,3 +381,24 @@ def test_packed_weights_beside_a_config_that_does_not_say_so_are_warned_about(tm
     caplog.clear()
     save_model(undispatch(nn.Linear(2, 2)), folder)
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ({"load_in_8bit": True, "load_in_4bit": False}, "says load_in_8bit True, but '{name}' .* load_in_8bit False"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "says bnb_4bit_quant_type 'fp4', but '{name}' .* 'nf4'"),
+        ({"quant_method": "gptq", "bits": 4}, "says quant_method 'gptq', but '{name}' .* as 'bitsandbytes' packs"),
+    ],
+)
+def test_a_config_that_says_another_packing_than_the_weights_have_is_refused(tmp_path, said, says):
+    saved_net(tmp_path)
+    save_model(load_checkpoint_and_dispatch(empty_net(), tmp_path, quantization=NF4), tmp_path / "packed")
+    described = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4"}
+    (tmp_path / "packed" / "config.json").write_text(json.dumps({"quantization_config": described}))
+    load_checkpoint_and_dispatch(empty_net(), tmp_path / "packed", device_map={"": "cpu"})
+    (tmp_path / "packed" / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "bitsandbytes"} | said}))
+    model = empty_net()
+    with pytest.raises(CheckpointError, match=says.format(name=r"[a-z0-9.]+\.weight")):
+        load_checkpoint_and_dispatch(model, tmp_path / "packed", device_map={"": "cpu"})
+    assert not packed_layers(model)
