@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +17,7 @@ from .formats import Format, Header
 from .local import local_parts
 from .location import CheckpointFile, HubRepository, RemoteFile, located
 from .parts import Parts
-from .remote import read_header, repository_parts, url_parts
+from .remote import beside, read_header, repository_parts, url_parts
 from .verify import verify_files
 from .workers import in_order
 
@@ -51,8 +52,7 @@ class Checkpoint:
         A string that names something on this machine is local, and so is every `Path`. `owner/name` (or `owner/name@revision`,
         `hf://owner/name@revision/folder`) is a repository on the hub: files in the hub's cache are used, of the others only the headers are
         fetched. http(s) URLs, and those of any scheme that fsspec knows, name a file, an index, or a folder. Endpoint, token, cache and
-        offline mode are huggingface_hub's (`HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME`, `HF_HUB_OFFLINE`). A remote
-        `torch.distributed` folder has to be downloaded.
+        offline mode are huggingface_hub's (`HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME`, `HF_HUB_OFFLINE`).
 
         `verify` reads every file once and compares its hash with what the hub has recorded for it, or with a given one (file name →
         SHA-256, or git's SHA-1, in hexadecimal digits). Files of packed weights that bigmodel wrote are compared with their own checksums.
@@ -117,7 +117,8 @@ def _read_headers(format_: Format, parts: Parts) -> tuple[list[Header], dict[Che
     def read(file: CheckpointFile) -> Header:
         if not isinstance(file, RemoteFile):
             return format_.read_header(file)
-        header, remote[file] = read_header(format_, file, parts.identities.get(file))
+        header, known = read_header(format_, file, parts.identities, parts.beside or partial(beside, file))
+        remote.update(known)
         return header
 
     if len(parts.files) == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,3 +23,5 @@ class Parts:
     """Tensor name → file, where an index says so."""
     identities: Mapping[CheckpointFile, FileIdentity] = field(default_factory=dict)
     """What is known of remote files before anything of them is read."""
+    beside: Callable[[str], CheckpointFile] | None = None
+    """Gives the file of a name in the same folder, where URLs alone do not tell it."""

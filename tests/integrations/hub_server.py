@@ -117,7 +117,7 @@ def _hash(data: bytes) -> str:
 
 
 def _is_large(name: str) -> bool:
-    return name.endswith((".safetensors", ".bin", ".gguf"))
+    return name.endswith((".safetensors", ".bin", ".gguf", ".distcp"))
 
 
 def _etag(name: str, data: bytes) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hub_server import COMMIT, Hub
 from huggingface_hub import constants, snapshot_download
 from safetensors.torch import load_file
@@ -24,6 +26,13 @@ def values(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
+def distributed_files(state: dict[str, torch.Tensor], folder: Path) -> dict[str, bytes]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=str(folder), no_dist=True)
+    return {file.name: file.read_bytes() for file in folder.iterdir()} | {"config.json": b"{}"}
+
+
 def torch_file(state: dict[str, torch.Tensor]) -> bytes:
     stream = io.BytesIO()
     torch.save(state, stream)
@@ -38,6 +47,7 @@ def hub(checkpoint_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: p
         "owner/parts": {f"text/{name}": data for name, data in files.items()} | {"README.md": b""},
         "owner/old": {"config.json": b"{}", "pytorch_model.bin": b"x"},
         "owner/torch": {"config.json": files["config.json"], "pytorch_model.bin": torch_file(values(checkpoint_folder("llama")))},
+        "owner/distributed": distributed_files(values(checkpoint_folder("llama")), tmp_path / "saved"),
         "owner/gated": files,
     }
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -83,6 +93,21 @@ def test_a_file_of_torch_streams_as_well_and_is_kept_on_request(hub: Hub, checkp
     (kept,) = Checkpoint.open("owner/torch").files
     assert isinstance(kept, Path)
     assert kept.read_bytes() == hub.repositories["owner/torch"]["pytorch_model.bin"]
+
+
+def test_a_distributed_checkpoint_streams_as_well_and_is_kept_on_request(hub: Hub, checkpoint_folder: Callable[[str], Path]) -> None:
+    expected = values(checkpoint_folder("llama"))
+    for keep in (False, True):
+        model = empty_model(checkpoint_folder("llama"))
+        checkpoint = Checkpoint.open("owner/distributed", keep=keep)
+        load(model, checkpoint)
+        assert checkpoint.format == "torch.distributed"
+        assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())
+    kept = {file.name: file for file in Checkpoint.open("owner/distributed").files}
+    assert isinstance(kept["__0_0.distcp"], Path)
+    model = empty_model(checkpoint_folder("llama"))
+    load(model, Checkpoint.open("owner/distributed"))
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())
 
 
 def test_what_the_cache_has_is_not_fetched_and_is_all_there_is_without_a_connection(

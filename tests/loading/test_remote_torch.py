@@ -1,20 +1,23 @@
-"""Files of torch.save that lie elsewhere: their contents are found by a few ranges, their weights streamed into place."""
+"""Files of torch.save, and of torch.distributed.checkpoint, that lie elsewhere: found by a few ranges, streamed into place."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from range_server import Answer, RangeServer
 from torch import nn
 
-from bigmodel.errors import CheckpointError
+from bigmodel.errors import CheckpointError, CheckpointNotFoundError
 from bigmodel.loading import Checkpoint, Reader, Whole, load, ranges
-from bigmodel.loading.formats import torch_archive
+from bigmodel.loading.formats import torch_zip
 from bigmodel.loading.remote import headers, http, reader, retry
 from bigmodel.loading.transfer import lower
 
@@ -28,7 +31,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "_routes", {})  # ports come again
     # So that a small file has parts that are not asked for.
     monkeypatch.setattr(headers, "FIRST_BYTES", 1024)
-    monkeypatch.setattr(torch_archive, "END_BYTES", 2048)
+    monkeypatch.setattr(torch_zip, "END_BYTES", 2048)
 
 
 def states() -> list[dict[str, torch.Tensor]]:
@@ -203,7 +206,7 @@ def test_what_is_no_archive_of_tensors_is_refused_by_name(server: RangeServer) -
     assert not os.path.exists("was-run")
 
 
-def test_any_url_of_fsspec() -> None:
+def test_any_url_of_fsspec(tmp_path: Path) -> None:
     import fsspec
 
     system = fsspec.filesystem("memory")
@@ -213,5 +216,61 @@ def test_any_url_of_fsspec() -> None:
         filled = model()
         load(filled, Checkpoint.open("memory://torch-bucket"))
         assert is_filled(filled)
+        for name, data in distributed(tmp_path / "saved", whole()).items():
+            system.pipe_file(f"/torch-bucket/folder/{name}", data)
+        filled = model()
+        load(filled, Checkpoint.open("memory://torch-bucket/folder"))
+        assert is_filled(filled)
     finally:
         system.rm("/torch-bucket", recursive=True)
+
+
+def distributed(folder: Path, content: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    """The files of a distributed checkpoint."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(content, checkpoint_id=str(folder), no_dist=True)
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("where", ["folder", "folder/.metadata"])
+def test_a_distributed_checkpoint_streams_as_well(server: RangeServer, tmp_path: Path, where: str) -> None:
+    large = {"large": torch.randn(40_000), "more": torch.randn(200, 300)}
+    files = distributed(tmp_path / "saved", whole() | large)
+    server.files |= {f"folder/{name}": data for name, data in files.items()}
+    checkpoint = Checkpoint.open(server.url(where))
+    local = Checkpoint.open(tmp_path / "saved")
+    assert checkpoint.format == "torch.distributed"
+    assert checkpoint.total_bytes == local.total_bytes
+    assert {file.name for file in checkpoint.files} == {".metadata", "__0_0.distcp"}
+    assert set(checkpoint.identities) == set(checkpoint.files)
+    opening_bytes = fetched_bytes(server)
+    edges = 2 * 4096 + 8192
+    assert opening_bytes < len(files[".metadata"]) + edges * len(whole() | large) + 2000
+    filled = model()
+    load(filled, checkpoint, ignore_unexpected=list(large))
+    assert is_filled(filled)
+    assert fetched_bytes(server) - opening_bytes <= sum(value.nbytes for value in whole().values()) + 20_000
+    report = load(model(), checkpoint, {"": "disk"}, ignore_unexpected=list(large))
+    assert report.store is not None
+    row = torch.empty(1, 64)
+    report.store.read_rows("1.weight", torch.tensor([7]), row)
+    assert torch.equal(row[0], whole()["1.weight"].float()[7])
+
+
+def test_what_is_wrong_with_a_distributed_checkpoint_is_said_by_name(server: RangeServer, tmp_path: Path) -> None:
+    files = distributed(tmp_path / "saved", whole())
+    server.files["lost/.metadata"] = files[".metadata"]
+    with pytest.raises(CheckpointNotFoundError, match=r"lost/\.metadata: says that .* lies in '__0_0\.distcp', which cannot be opened"):
+        Checkpoint.open(server.url("lost"))
+    server.files |= {"cut/.metadata": files[".metadata"], "cut/__0_0.distcp": files["__0_0.distcp"][:-50]}
+    with pytest.raises(CheckpointError, match=r"cut/__0_0\.distcp: truncated: expected at least \d+ bytes"):
+        Checkpoint.open(server.url("cut"))
+    server.files |= {"other/.metadata": files[".metadata"], "other/__0_0.distcp": bytes(len(files["__0_0.distcp"]))}
+    with pytest.raises(CheckpointError, match=r"other/__0_0\.distcp: damaged: no tensor at byte 0"):
+        Checkpoint.open(server.url("other"))
+    server.fault = without_ranges(server)
+    server.files |= {f"whole/{name}": data for name, data in files.items()}
+    filled = model()
+    load(filled, Checkpoint.open(server.url("whole/.metadata")))
+    assert is_filled(filled)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 from .gguf import GgufFormat
-from .header import Format, Header, RangedFormat
+from .header import FolderFormat, Format, Header, Opened, RangedFormat, open_local
 from .safetensors import SafetensorsFormat
 from .torch_distributed import TorchDistributedFormat
 from .torch_zip import TorchZipFormat
 
-__all__ = ["FORMATS", "Format", "Header", "RangedFormat"]
+__all__ = ["FORMATS", "FolderFormat", "Format", "Header", "Opened", "RangedFormat", "open_local"]
 
 FORMATS: Final[tuple[Format, ...]] = (SafetensorsFormat(), TorchZipFormat(), TorchDistributedFormat(), GgufFormat())
 """Known formats. Where a folder holds several, safetensors wins."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
@@ -12,7 +13,7 @@ from ...errors import CheckpointError, CheckpointNotFoundError
 from ..entry import Entry
 from ..location import CheckpointFile
 
-__all__ = ["START_BYTES", "Format", "Header", "RangedFormat", "foreign", "read_local"]
+__all__ = ["START_BYTES", "FolderFormat", "Format", "Header", "Opened", "RangedFormat", "foreign", "open_local", "read_local"]
 
 START_BYTES: Final = 64
 """Of a file, that tell what it is."""
@@ -25,6 +26,18 @@ def foreign(start: bytes) -> str | None:
     if start.lstrip().lower().startswith((b"<!doctype html", b"<html")):
         return "a web page, not a checkpoint: what was downloaded is perhaps the page about the file, or one to log in. Get it again."
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A file of which parts can be read, wherever it lies."""
+
+    file: CheckpointFile
+    size_bytes: int
+    read: Callable[[int, int], bytes]
+    """The bytes from a position up to another."""
+    read_all: Callable[[Sequence[tuple[int, int]]], list[bytes]]
+    """Those of several parts, at once where that is faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +83,23 @@ class RangedFormat(Protocol):
         ...
 
 
-def read_local(file: Path, header_from: Callable[[CheckpointFile, int, Callable[[int, int], bytes]], Header]) -> Header:
-    """The header of a file on this machine, by `RangedFormat.header_from`.
+@runtime_checkable
+class FolderFormat(Protocol):
+    """A format of which one file tells what lies in others beside it."""
 
-    Raises `CheckpointNotFoundError`, and `CheckpointError` for a file that cannot be read or is damaged.
+    def header_among(self, table: Opened, beside: Callable[[str], Opened]) -> Header:
+        """Entries and metadata by the file `table`; `beside` opens those of other names in its folder.
+
+        Raises `CheckpointError`, naming the file.
+        """
+        ...
+
+
+@contextlib.contextmanager
+def open_local(file: Path) -> Iterator[Opened]:
+    """A file on this machine, which is open in the block.
+
+    Raises `CheckpointNotFoundError`, and `CheckpointError` where it cannot be read.
     """
     try:
         with open(file, "rb") as stream:
@@ -82,8 +108,16 @@ def read_local(file: Path, header_from: Callable[[CheckpointFile, int, Callable[
                 stream.seek(start)
                 return stream.read(end - start)
 
-            return header_from(file, stream.seek(0, io.SEEK_END), read)
+            yield Opened(file, stream.seek(0, io.SEEK_END), read, lambda parts: [read(*part) for part in parts])
+    except CheckpointError:  # some of these are errors of the system, too
+        raise
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"{file}: there is no such file.") from error
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error}.") from error
+
+
+def read_local(file: Path, header_from: Callable[[CheckpointFile, int, Callable[[int, int], bytes]], Header]) -> Header:
+    """The header of a file on this machine, by `RangedFormat.header_from`. Raises what that and `open_local` raise."""
+    with open_local(file) as opened:
+        return header_from(file, opened.size_bytes, opened.read)

@@ -34,8 +34,6 @@ DESCRIPTOR_BYTES: Final = (16, 24, 12, 20)
 """Of what may stand behind a record with that flag: with or without a signature, sizes of 32 or 64 bits."""
 ENCRYPTED_FLAG: Final = 0x01
 UTF8_FLAG: Final = 0x800
-END_BYTES: Final = 128 << 10
-"""Read at once from the end: with most files their whole directory."""
 MAX_DIRECTORY_BYTES: Final = 1 << 28
 """Of the directory and of the pickle, each. Those of a million tensors take half of it."""
 SHORT_BYTES: Final = 64
@@ -45,16 +43,17 @@ Read = Callable[[int, int], bytes]
 
 
 class TorchArchive:
-    """The archive that makes up the `size_bytes` of `file` that `read` gives, by first byte and the byte behind the last.
+    """The archive that makes up the `size_bytes` of `file` that `read` gives, by first byte and the byte behind the last. The last
+    `end_bytes` of it are asked for at once.
 
     Raises `CheckpointError` for one that is truncated, damaged or compressed, that holds more than plain tensors and containers need, or
     that a big-endian machine has written.
     """
 
-    def __init__(self, file: CheckpointFile, size_bytes: int, read: Read) -> None:
+    def __init__(self, file: CheckpointFile, size_bytes: int, read: Read, end_bytes: int) -> None:
         self._file = file
         self._read = read
-        self._directory = _directory(file, size_bytes, read)
+        self._directory = _directory(file, size_bytes, read, end_bytes)
         self._root = self._root_folder()
         self._held_bytes: dict[int, int] = {}
         """Of storages, by their first byte."""
@@ -171,11 +170,11 @@ def _first_line(error: Exception) -> str:
 class _Seen(io.RawIOBase):
     """A file of which parts are read as they are asked for; what the end holds is asked for once."""
 
-    def __init__(self, size_bytes: int, read: Read) -> None:
+    def __init__(self, size_bytes: int, read: Read, end_bytes: int) -> None:
         self._size_bytes = size_bytes
         self._position = 0
         self._read = read
-        self._end_start = max(0, size_bytes - END_BYTES)
+        self._end_start = max(0, size_bytes - end_bytes)
         self._end = read(self._end_start, size_bytes)
 
     def seekable(self) -> bool:
@@ -201,10 +200,10 @@ class _Seen(io.RawIOBase):
         return before + self._end[max(0, start - self._end_start) : max(0, end - self._end_start)]
 
 
-def _directory(file: CheckpointFile, size_bytes: int, read: Read) -> Mapping[str, tuple[zipfile.ZipInfo, int]]:
+def _directory(file: CheckpointFile, size_bytes: int, read: Read, end_bytes: int) -> Mapping[str, tuple[zipfile.ZipInfo, int]]:
     """The records by name, each with the byte behind which something else begins."""
     try:
-        archive = zipfile.ZipFile(_Seen(size_bytes, read))
+        archive = zipfile.ZipFile(_Seen(size_bytes, read, end_bytes))
     except CheckpointError:
         raise
     # struct.error, UnicodeDecodeError and OverflowError among others

@@ -1,7 +1,7 @@
 """A folder written by `torch.distributed.checkpoint`: tensors in chunks, one file a rank, and the table of contents `.metadata`.
 
 The table is a pickle; only the records, sizes and dtypes that it consists of are unpickled, everything else in it is refused. Each chunk is
-what `torch.save` makes of it, an archive inside the rank's file; where its bytes lie is told by torch, which reads no weights for it
+what `torch.save` makes of it, an archive inside the rank's file
 (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html).
 """
 
@@ -11,18 +11,21 @@ import contextlib
 import io
 import math
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...errors import CheckpointError, CheckpointNotFoundError
 from ...text import kind_text
-from ..entry import Entry, Sharded, span_elements
-from .header import Header
+from ..entry import Entry, Sharded
+from ..location import CheckpointFile
+from .header import Header, Opened, open_local
+from .torch_archive import TorchArchive
+from .windows import Windows
 
 __all__ = ["TorchDistributedFormat"]
 
@@ -42,6 +45,10 @@ RECORDS: Final = frozenset(
 ENCODINGS: Final = frozenset({"_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"})
 PATHS: Final = frozenset({"Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath"})
 MAX_TABLE_BYTES: Final = 1 << 28
+EDGE_BYTES: Final = 4 << 10
+"""Of the archive of one tensor: more than its pickle, at its beginning, and its directory, at its end, take."""
+AT_ONCE: Final = 512
+"""Chunks whose edges are held together."""
 OPERATIONS: Final = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK),
     *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT),
@@ -67,16 +74,22 @@ class TorchDistributedFormat:
         Raises `CheckpointError` for a table that holds more than tables need, for chunks that are compressed, are not where the table says,
         or do not make up their tensor.
         """
-        tensors = _tensors(_table(file), file)
-        entries = []
         with contextlib.ExitStack() as stack:
-            streams: dict[str, IO[bytes]] = {}
-            for name, tensor in tensors.items():
-                parts = tuple((place.start, _chunk(file, stack, streams, name, tensor, place)) for place in tensor.places)
-                _check_cover(file, name, tensor.shape, [(start, part.shape) for start, part in parts])
-                nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
-                first = parts[0][1].file if parts else file
-                entries.append(Entry(name, first, 0, nbytes, tensor.dtype, tensor.shape, contents=Sharded(parts)))
+            table = stack.enter_context(open_local(file))
+            return self.header_among(table, lambda name: stack.enter_context(open_local(file.parent / name)))
+
+    def header_among(self, table: Opened, beside: Callable[[str], Opened]) -> Header:
+        """See `FolderFormat` and `read_header`."""
+        file = table.file
+        tensors = _tensors(_table(table), file)
+        chunks = _chunks(tensors, file, beside)
+        entries = []
+        for name, tensor in tensors.items():
+            parts = tuple(chunks[name, number] for number in range(len(tensor.places)))
+            _check_cover(file, name, tensor.shape, [(start, part.shape) for start, part in parts])
+            nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
+            first = parts[0][1].file if parts else file
+            entries.append(Entry(name, first, 0, nbytes, tensor.dtype, tensor.shape, contents=Sharded(parts)))
         return Header(tuple(entries))
 
 
@@ -104,7 +117,7 @@ class _Tensor:
     places: list[_Place]
 
 
-def _tensors(table: Any, file: Path) -> dict[str, _Tensor]:
+def _tensors(table: Any, file: CheckpointFile) -> dict[str, _Tensor]:
     """The tensors of a table, every field of the type that it should have."""
     try:
         tensors = {}
@@ -210,24 +223,17 @@ def _nothing(*arguments: Any) -> None:
     return None
 
 
-def _table(file: Path) -> Any:
+def _table(opened: Opened) -> Any:
+    file = opened.file
+    if opened.size_bytes > MAX_TABLE_BYTES:
+        raise CheckpointError(f"{file}: a table of contents of {opened.size_bytes} bytes is none.")
+    text = opened.read(0, opened.size_bytes)
     try:
-        with open(file, "rb") as stream:
-            size_bytes = stream.seek(0, io.SEEK_END)
-            if size_bytes > MAX_TABLE_BYTES:
-                raise CheckpointError(f"{file}: a table of contents of {size_bytes} bytes is none.")
-            stream.seek(0)
-            table = _TableUnpickler(io.BytesIO(stream.read())).load()
-    except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"{file}: there is no such file.") from error
+        table = _TableUnpickler(io.BytesIO(text)).load()
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{file}: holds more than a table of contents, and is not unpickled since that could run foreign code: {str(error)[:300]}."
         ) from error
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}.") from error
-    except CheckpointError:
-        raise
     # A damaged pickle fails in any way.
     except Exception as error:
         raise CheckpointError(
@@ -238,46 +244,65 @@ def _table(file: Path) -> Any:
     return table
 
 
-def _chunk(file: Path, stack: contextlib.ExitStack, streams: dict[str, IO[bytes]], name: str, tensor: _Tensor, place: _Place) -> Entry:
-    """The bytes of one chunk of a tensor."""
-    offset, nbytes, dtype = place.offset, place.nbytes, tensor.dtype
-    path = PurePosixPath(place.file)
-    if path.is_absolute() or ".." in path.parts or "\\" in place.file or "\0" in place.file:
-        raise CheckpointError(f"{file}: says that {name!r} lies in {place.file!r}, outside its folder.")
-    if place.is_transformed:
-        raise CheckpointError(f"{file}: {name!r} is compressed or changed by an extension; save it without.")
-    data = file.parent / place.file
-    if place.file not in streams:
+def _chunks(
+    tensors: Mapping[str, _Tensor], file: CheckpointFile, beside: Callable[[str], Opened]
+) -> dict[tuple[str, int], tuple[tuple[int, ...], Entry]]:
+    """First index and bytes of each chunk, by the name of its tensor and its number there."""
+    held: defaultdict[str, list[tuple[_Place, str, int]]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        for number, place in enumerate(tensor.places):
+            path = PurePosixPath(place.file)
+            if path.is_absolute() or ".." in path.parts or "\\" in place.file or "\0" in place.file:
+                raise CheckpointError(f"{file}: says that {name!r} lies in {place.file!r}, outside its folder.")
+            if place.is_transformed:
+                raise CheckpointError(f"{file}: {name!r} is compressed or changed by an extension; save it without.")
+            held[place.file].append((place, name, number))
+    chunks = {}
+    for data, found in held.items():
         try:
-            streams[place.file] = stack.enter_context(data.open("rb"))
-        except OSError as error:
-            raise CheckpointNotFoundError(f"{file}: says that {name!r} lies in {place.file!r}, which cannot be opened: {error}.") from error
-    stream = streams[place.file]
-    size_bytes = stream.seek(0, io.SEEK_END)
-    if offset + nbytes > size_bytes:
-        raise CheckpointError(f"{data}: truncated: expected at least {offset + nbytes} bytes for {name!r}, found {size_bytes}.")
+            opened = beside(data)
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(f"{file}: says that {found[0][1]!r} lies in {data!r}, which cannot be opened: {error}") from error
+        for place, name, _ in found:
+            end = place.offset + place.nbytes
+            if end > opened.size_bytes:
+                raise CheckpointError(f"{opened.file}: truncated: expected at least {end} bytes for {name!r}, found {opened.size_bytes}.")
+        found.sort(key=lambda item: item[0].offset)
+        for first in range(0, len(found), AT_ONCE):
+            some = found[first : first + AT_ONCE]
+            windows = Windows(opened, [edge for place, _, _ in some for edge in _edges(place)])
+            for place, name, number in some:
+                chunks[name, number] = place.start, _chunk(opened, windows, name, tensors[name], place)
+    return chunks
+
+
+def _edges(place: _Place) -> list[tuple[int, int]]:
+    """The beginning and the end of a chunk's archive, which tell what is between them."""
+    end = place.offset + place.nbytes
+    return [(place.offset, min(end, place.offset + EDGE_BYTES)), (max(place.offset, end - EDGE_BYTES), end)]
+
+
+def _chunk(opened: Opened, windows: Windows, name: str, tensor: _Tensor, place: _Place) -> Entry:
+    """The bytes of one chunk of a tensor."""
+    data, offset, nbytes = opened.file, place.offset, place.nbytes
     try:
-        with FakeTensorMode():
-            found = torch.load(io.BufferedReader(_Part(stream, offset, nbytes)), map_location="cpu", weights_only=True)
-        start = found.untyped_storage()._checkpoint_offset + found.storage_offset() * found.dtype.itemsize
-    # What stands there can be anything.
-    except Exception as error:
-        reason = str(error).partition("\n")[0][:200]
-        raise CheckpointError(f"{data}: damaged: no tensor at byte {offset}, where {name!r} is said to be ({reason}).") from error
+        archive = TorchArchive(data, nbytes, lambda start, end: windows.read(offset + start, offset + min(end, nbytes)), EDGE_BYTES)
+        found = archive.content
+        if not isinstance(found, torch.Tensor):
+            raise CheckpointError(f"it holds {kind_text(found)}")
+        entry = archive.entry(name, found)
+    except CheckpointError as error:
+        raise CheckpointError(f"{data}: damaged: no tensor at byte {offset}, where {name!r} is said to be ({error}).") from error
     shape = tensor.chunks.get(place.start)
-    if tuple(found.shape) != shape or found.dtype != dtype or found.layout != torch.strided:
+    if entry.shape != shape or entry.dtype != tensor.dtype:
         raise CheckpointError(
-            f"{data}: the chunk of {name!r} at byte {offset} has shape {list(found.shape)} and dtype {found.dtype}; "
-            f"the table says {list(shape or ())} and {dtype}."
+            f"{data}: the chunk of {name!r} at byte {offset} has shape {list(entry.shape)} and dtype {entry.dtype}; "
+            f"the table says {list(shape or ())} and {tensor.dtype}."
         )
-    strides = None if found.is_contiguous() else tuple(found.stride())
-    held = span_elements(tuple(found.shape), tuple(found.stride())) * dtype.itemsize
-    if start + held > nbytes:
-        raise CheckpointError(f"{data}: damaged: the chunk of {name!r} at byte {offset} ends behind its archive.")
-    return Entry(name, data, offset + start, held, dtype, tuple(found.shape), strides)
+    return replace(entry, offset=offset + entry.offset)
 
 
-def _check_cover(file: Path, name: str, shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+def _check_cover(file: CheckpointFile, name: str, shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
     """Raises `CheckpointError` unless the boxes (first index, shape) fill the shape, each element once."""
     for start, size in boxes:
         if len(start) != len(shape) or any(low < 0 or low + length > whole for low, length, whole in zip(start, size, shape, strict=True)):
@@ -302,36 +327,3 @@ def _overlapping(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Iterat
         for low, length in open_boxes if start else []:
             yield all(a < b + n and b < a + m for a, m, b, n in zip(start, size, low, length, strict=True))
         open_boxes.append((start, size))
-
-
-class _Part(io.RawIOBase):
-    """A part of an open file, as a file."""
-
-    def __init__(self, stream: IO[bytes], offset: int, length: int) -> None:
-        self._stream = stream
-        self._offset = offset
-        self._length = length
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        wanted = max(0, min(len(view), self._length - self._position))
-        self._stream.seek(self._offset + self._position)
-        data = self._stream.read(wanted)
-        view[: len(data)] = data
-        self._position += len(data)
-        return len(data)

@@ -17,6 +17,8 @@ from .torch_archive import TorchArchive
 __all__ = ["TorchZipFormat"]
 
 ZIP_MAGIC: Final = b"PK"
+END_BYTES: Final = 128 << 10
+"""Read at once from the end: with most files their whole directory."""
 
 
 class TorchZipFormat:
@@ -41,7 +43,7 @@ class TorchZipFormat:
             raise CheckpointError(f"{file}: the file is empty. Get it again.")
         if not start.startswith(ZIP_MAGIC):
             raise CheckpointError(f"{file}: {foreign(start) or _old(file)}")
-        archive = TorchArchive(file, size_bytes, read)
+        archive = TorchArchive(file, size_bytes, read, END_BYTES)
         return Header(tuple(archive.entry(name, tensor) for name, tensor in _tensors(archive.content, file).items()))
 
 

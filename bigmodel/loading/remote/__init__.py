@@ -6,6 +6,6 @@ from .headers import read_header
 from .hub import explained, repository_parts
 from .source import Source, source_of
 from .stand_in import header_file
-from .url import url_parts
+from .url import beside, url_parts
 
-__all__ = ["Source", "explained", "header_file", "read_header", "repository_parts", "source_of", "url_parts"]
+__all__ = ["Source", "beside", "explained", "header_file", "read_header", "repository_parts", "source_of", "url_parts"]

@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 ANSWER_SECONDS: Final = 30.0
 """Longest wait for the list of a repository's files."""
+TABLE_ENDING: Final = ".metadata"
 REFUSALS: Final = (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError, HFValidationError)
 
 
@@ -112,12 +113,16 @@ def _listed_parts(repository: HubRepository, info: Any, keep: bool) -> Parts:
         ordered = tuple(sorted(set(weight_map.values()), key=lambda file: file.name))
     else:
         ordered = tuple(file_of(path) for path in chosen)
+    if any(path.endswith(TABLE_ENDING) for path in chosen):  # it tells what lies in others
+        for path in siblings:
+            if path.startswith(folder):
+                file_of(path)
     sizes = {files[path]: siblings[path].size for path in files}
     # Content under a commit never changes, so the size is all that has to be known.
     identities: dict[CheckpointFile, FileIdentity] = {
         file: FileIdentity(size, 0, 0) for file, size in sizes.items() if isinstance(file, RemoteFile) and size is not None
     }
-    return Parts(str(found), ordered, weight_map, identities)
+    return Parts(str(found), ordered, weight_map, identities, lambda name: file_of(folder + name))
 
 
 def explained(name: str, revision: str | None, call: Callable[[], T]) -> T:

@@ -16,9 +16,12 @@ from .fsspec import file_system
 from .headers import read_index
 from .source import source_of
 
-__all__ = ["url_parts"]
+__all__ = ["beside", "url_parts"]
 
-USUAL_NAMES: Final = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
+USUAL_NAMES: Final = (
+    *("model.safetensors.index.json", "model.safetensors"),
+    *("pytorch_model.bin.index.json", "pytorch_model.bin", ".metadata"),
+)
 """Tried in a folder on a web server, which does not tell what it holds."""
 
 
@@ -54,9 +57,18 @@ def _web_folder_parts(folder: RemoteFile) -> Parts:
 
 
 def _index_parts(index: RemoteFile, location: RemoteFile) -> Parts:
-    inside = _inside(RemoteFile(_with_path(index.url, lambda path: path.rpartition("/")[0])))
+    inside = _inside(_folder(index))
     weight_map = {name: inside(file) for name, file in read_index(index).items()}
     return Parts(str(location), tuple(sorted(set(weight_map.values()))), weight_map)
+
+
+def beside(file: RemoteFile, name: str) -> RemoteFile:
+    """The file of a name in the folder that a file lies in."""
+    return _inside(_folder(file))(name)
+
+
+def _folder(file: RemoteFile) -> RemoteFile:
+    return RemoteFile(_with_path(file.url, lambda path: path.rpartition("/")[0]))
 
 
 def _inside(folder: RemoteFile) -> Callable[[str], RemoteFile]:
