@@ -3,6 +3,7 @@
 The index is a JSON object, weight name → what it is. `{"dtype": "float32", "shape": [2, 3]}` stands for the raw file `<name>.dat`
 (row-major, the machine's byte order); `{"safetensors_file": …, "weight_name": …, "dtype": …}` for one of a safetensors file (as
 transformers writes it); `{"torch_file": …, "weight_name": …, "dtype": …}` for one in a file of `torch.save`.
+bigmodel writes whole paths there.
 """
 
 from __future__ import annotations
@@ -146,10 +147,12 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     Args:
         state_dict: tensors that are in memory.
         save_folder: the folder of the raw files, and of `index.json` unless `index` is given.
-        index: what an `index.json` holds; relative files in it are looked for in `save_folder`.
+        index: what an `index.json` holds. Relative files in it belong to the folder that the program runs in; those in an `index.json`
+            to its folder or, where that has none of this name, to the folder that the program runs in.
         device: where tensors of safetensors and torch files go; the CPU by default.
 
-    Every tensor that is read lies in memory of its own. Raises ValueError when nothing is given.
+    Every tensor that is read lies in memory of its own. Raises ValueError when nothing is given, and `CheckpointError`, when it is read,
+    for a relative file in an `index.json` that leads out of the folder.
     """
 
     def __init__(
@@ -163,6 +166,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             raise ValueError("Nothing to load weights from: give a `state_dict`, a `save_folder` or an `index`.")
         self.state_dict = {} if state_dict is None else state_dict
         self.save_folder = save_folder
+        self._folder_of_files = Path(save_folder) if index is None and save_folder is not None else None
         self.index: Mapping[str, Mapping[str, Any]] = (
             index if index is not None else {} if save_folder is None else read_offload_index(save_folder)
         )
@@ -180,9 +184,22 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             if self.save_folder is None:
                 raise CheckpointError(f"{key!r} rests in a raw file, but no `save_folder` was given.")
             return load_offloaded_weight(_data_file(self.save_folder, key), info)
-        return self._from_checkpoint(
-            file if "://" in file else Path(self.save_folder or "", file), info.get("weight_name", key), info.get("dtype")
-        )
+        return self._from_checkpoint(self._place(file), info.get("weight_name", key), info.get("dtype"))
+
+    def _place(self, file: str) -> Path | str:
+        """Where a file lies that the index names."""
+        path = Path(file)
+        if "://" in file:
+            return file
+        if self._folder_of_files is None or path.is_absolute():
+            return path
+        if ".." in path.parts:
+            raise CheckpointError(
+                f"{self._folder_of_files / OFFLOAD_INDEX_NAME}: names the file {file!r} outside its folder. Write its whole path there."
+            )
+        beside = self._folder_of_files / path
+        # Other libraries write the names that they were given, which were looked for where the program ran.
+        return path if path.is_file() and not beside.is_file() else beside
 
     def _from_checkpoint(self, file: Path | str, name: str, dtype: str | None) -> torch.Tensor:
         with self._lock:

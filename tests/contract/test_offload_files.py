@@ -143,6 +143,14 @@ def test_entries_that_point_into_safetensors(tmp_path, execution_device):
     assert OffloadedWeightsLoader(index=index)["same"].device.type == "cpu"
 
 
+def test_a_relative_file_is_looked_for_where_the_program_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("checkpoint")
+    save_file({"weight": torch.arange(2.0)}, "checkpoint/m.safetensors")
+    index = {"weight": {"safetensors_file": "checkpoint/m.safetensors", "weight_name": "weight", "dtype": "float32"}}
+    assert torch.equal(OffloadedWeightsLoader(index=index, save_folder="off")["weight"], torch.arange(2.0))
+
+
 def test_modules_are_extracted_by_whole_names():
     state = {"a.1": 1, "a.1.w": 2, "a.10.w": 3, "b.w": 4}
     assert extract_submodules_state_dict(state, ["a.1"]) == {"a.1": 1, "a.1.w": 2}

@@ -115,6 +115,32 @@ def test_an_index_into_checkpoints(tmp_path: Path) -> None:
         loader["d"]
 
 
+def test_relative_files_of_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, folder in enumerate(("ck", "off", "outside", "off/inside")):
+        Path(folder).mkdir()
+        save_file({"x": torch.full((2,), float(number))}, f"{folder}/x.safetensors")
+    given = {"x": {"safetensors_file": "ck/x.safetensors"}, "up": {"safetensors_file": "off/../ck/x.safetensors", "weight_name": "x"}}
+    for loader in (OffloadedWeightsLoader(index=given, save_folder="off"), OffloadedWeightsLoader(index=given)):
+        assert [loader["x"].tolist(), loader["up"].tolist()] == [[0, 0], [0, 0]]
+    save_offload_index(
+        {
+            "beside": {"safetensors_file": "x.safetensors", "weight_name": "x"},
+            "inside": {"safetensors_file": "inside/x.safetensors", "weight_name": "x"},
+            "where it ran": {"safetensors_file": "ck/x.safetensors", "weight_name": "x"},
+            "out": {"safetensors_file": "../outside/x.safetensors", "weight_name": "x"},
+            "none": {"safetensors_file": "none.safetensors", "weight_name": "x"},
+        },
+        "off",
+    )
+    loader = OffloadedWeightsLoader(save_folder="off")
+    assert [loader[name][0].item() for name in ("beside", "inside", "where it ran")] == [1, 3, 0]
+    with pytest.raises(CheckpointError, match=r"off/index\.json: names the file '\.\./outside/x\.safetensors' outside its folder"):
+        loader["out"]
+    with pytest.raises(FileNotFoundError, match=r"off/none\.safetensors"):
+        loader["none"]
+
+
 @pytest.mark.parametrize("name", ["../a", "a/b", "..", "", ".hidden", "a\\b", "a\0b"])
 def test_names_cannot_lead_out_of_the_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match="lead out of the folder"):
