@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -219,3 +221,36 @@ def test_tensors_without_bytes_are_refused_by_name(tmp_path: Path) -> None:
         torch.save({"a": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)}, tmp_path / "q.bin")
     with pytest.raises(CheckpointError, match=r"q\.bin"):
         Checkpoint.open(tmp_path / "q.bin")
+
+
+class Stream(io.RawIOBase):
+    """Somewhere to write to from beginning to end, like a pipe: sizes can only be told behind what they are of."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, part: Any) -> int:
+        self.content += bytes(part)
+        return len(bytes(part))
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_archives_that_another_program_packed_anew(tmp_path: Path, is_long: bool) -> None:
+    """Their records begin anywhere, a few of them where torch's would have begun."""
+    state = {f"k{number}": torch.randn(3 + number) for number in range(20)}
+    torch.save(state, tmp_path / "torch.bin")
+    for shift in range(64):
+        stream = Stream()
+        with zipfile.ZipFile(tmp_path / "torch.bin") as archive, zipfile.ZipFile(stream, "w") as again:
+            again.writestr("archive/" + "p" * shift + "x", b"q" * shift)
+            for info in archive.infolist():
+                with again.open(zipfile.ZipInfo(info.filename), "w", force_zip64=is_long) as record:
+                    record.write(archive.read(info))
+        file = tmp_path / f"{shift}.bin"
+        file.write_bytes(stream.content)
+        checkpoint = Checkpoint.open(file)
+        for name, tensor in state.items():
+            assert torch.equal(read(checkpoint, name), tensor), (shift, name)

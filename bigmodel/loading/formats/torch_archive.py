@@ -29,6 +29,8 @@ LOCAL_HEADER_BYTES: Final = 30
 LONGEST_PADDING_BYTES: Final = 0xFFFF
 ALIGNMENT: Final = 64
 """Of records that torch writes (bytes from the start of the archive)."""
+PADDING_MARK: Final = b"FB"
+"""What torch's padding before a record begins with."""
 DESCRIPTOR_FLAG: Final = 0x08
 DESCRIPTOR_BYTES: Final = (16, 24, 12, 20)
 """Of what may stand behind a record with that flag: with or without a signature, sizes of 32 or 64 bits."""
@@ -55,6 +57,7 @@ class TorchArchive:
         self._read = read
         self._directory = _directory(file, size_bytes, read, end_bytes)
         self._root = self._root_folder()
+        self._is_padded = self._torch_wrote_it()
         self._held_bytes: dict[int, int] = {}
         """Of storages, by their first byte."""
         order = self._record("byteorder", SHORT_BYTES) if f"{self._root}/byteorder" in self._directory else b"little"
@@ -106,18 +109,30 @@ class TorchArchive:
         info, end = found
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & ENCRYPTED_FLAG:
             raise CheckpointError(f"{self._file}: {info.filename!r} is compressed or encrypted; torch.save never does that.")
-        offset = _aligned_offset(info, end)
+        offset = _aligned_offset(info, end) if self._is_padded else None
         if offset is None:
-            header = self._read(info.header_offset, info.header_offset + LOCAL_HEADER_BYTES)
-            if len(header) < LOCAL_HEADER_BYTES:
-                raise CheckpointError(f"{self._file}: truncated at byte {info.header_offset}. Get it again.")
-            offset = info.header_offset + LOCAL_HEADER_BYTES + sum(struct.unpack("<HH", header[26:30]))
+            offset, _ = self._own_header(info)
         if info.compress_size != info.file_size or offset + info.file_size > end:
             raise CheckpointError(
                 f"{self._file}: damaged: {info.filename!r} should hold {info.file_size} bytes from byte {offset} on, but what follows "
                 f"begins at byte {end}."
             )
         return offset, info.file_size
+
+    def _torch_wrote_it(self) -> bool:
+        """Whether records lie where torch puts them; another program may have packed them anew, and torch reads that too."""
+        info, end = self._directory[f"{self._root}/data.pkl"]
+        offset, padding = self._own_header(info)
+        return padding.startswith(PADDING_MARK) and offset == _aligned_offset(info, end)
+
+    def _own_header(self, info: zipfile.ZipInfo) -> tuple[int, bytes]:
+        """First byte of a record, and how its padding begins, by what stands before it."""
+        start = info.header_offset
+        name_bytes = len(_name(info))
+        header = self._read(start, start + LOCAL_HEADER_BYTES + name_bytes + len(PADDING_MARK))
+        if len(header) < LOCAL_HEADER_BYTES:
+            raise CheckpointError(f"{self._file}: truncated at byte {start}. Get it again.")
+        return start + LOCAL_HEADER_BYTES + sum(struct.unpack("<HH", header[26:30])), header[LOCAL_HEADER_BYTES + name_bytes :]
 
     def _unpickled(self, text: bytes) -> Any:
         unpickler = _weights_only_unpickler.Unpickler(io.BytesIO(text), encoding="utf-8")
@@ -228,10 +243,14 @@ def _aligned_offset(info: zipfile.ZipInfo, end: int) -> int | None:
 
     The directory does not tell, and asking each record's own header takes a request for each.
     """
-    name_bytes = len(info.orig_filename.encode("utf-8" if info.flag_bits & UTF8_FLAG else "cp437"))
-    earliest = info.header_offset + LOCAL_HEADER_BYTES + name_bytes
+    earliest = info.header_offset + LOCAL_HEADER_BYTES + len(_name(info))
     for behind_bytes in DESCRIPTOR_BYTES if info.flag_bits & DESCRIPTOR_FLAG else ():
         offset = end - behind_bytes - info.file_size
         if offset % ALIGNMENT == 0 and earliest <= offset <= earliest + LONGEST_PADDING_BYTES:
             return offset
     return None
+
+
+def _name(info: zipfile.ZipInfo) -> bytes:
+    """As it stands in the archive."""
+    return info.orig_filename.encode("utf-8" if info.flag_bits & UTF8_FLAG else "cp437")
