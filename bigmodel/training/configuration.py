@@ -34,7 +34,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     num_steps: int | None = None
     """Batches to a step; None: `BIGMODEL_GRADIENT_ACCUMULATION_STEPS`, else left to the Accelerator (1)."""
     adjust_scheduler: bool = True
-    """The scheduler counts the batches that take no step, too: right for one that was made for a loop without accumulation."""
+    """Taken for scripts that set it, and changes nothing: a scheduler counts the optimizer's steps, as in a loop without an Accelerator."""
     sync_with_dataloader: bool = True
     """The last batch of a loader ends the accumulation."""
     sync_each_batch: bool = False

@@ -35,7 +35,7 @@ class GradientState:
         gradients_wait: whether `Accelerator.backward` has added gradients since a prepared optimizer stepped last.
         plugin_kwargs: the settings by name, as below; a change counts at once.
         num_steps: batches whose gradients are added up before a step.
-        adjust_scheduler: whether the scheduler counts the batches that take no optimizer step.
+        adjust_scheduler: as in `GradientAccumulationPlugin`.
         sync_with_dataloader: whether the last batch of a loader ends the accumulation.
         sync_each_batch: whether every batch is synchronized, which saves memory and costs time.
         dataloader_references: None, then the loaders in whose loops this process is, innermost last; they are not kept alive.
@@ -81,7 +81,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether the scheduler counts the batches that take no optimizer step."""
+        """As in `GradientAccumulationPlugin`."""
         return bool(self.plugin_kwargs["adjust_scheduler"])
 
     @property

@@ -18,8 +18,8 @@ class AcceleratedScheduler:
     """A scheduler that steps where its optimizers have stepped.
 
     A scheduler is made for the batches of one process. With N processes that each take batches of their own, one step of the optimizer has
-    seen N of them, so the scheduler steps N times (once where `split_batches`: batches are then what the script asked for). It stops at
-    its own `total_steps`. Schedulers that look at a metric (`ReduceLROnPlateau`) count looks, not batches: they step once.
+    seen N of them, so the scheduler steps N times (once where `split_batches`: batches are then what the script asked for). It takes its
+    own `total_steps` and no more. Schedulers that look at a metric (`ReduceLROnPlateau`) count looks, not batches: they step once.
 
     Args:
         scheduler: any torch scheduler.
@@ -54,19 +54,17 @@ class AcceleratedScheduler:
             scheduler.step(*args, **kwargs)
             return
         if not self.gradient_state.sync_gradients:
-            # Schedulers that are made for a number of batches count those without a step too, so that they end with the data.
-            if self.gradient_state.adjust_scheduler and hasattr(scheduler, "_step_count"):
-                scheduler._step_count += 1
             return
         for optimizer in self.optimizers:
             if getattr(optimizer, "step_was_skipped", False):
                 return
         times = 1 if self.split_batches or isinstance(scheduler, ReduceLROnPlateau) else self.num_processes or PartialState().num_processes
-        total = getattr(scheduler, "total_steps", None)
+        total, taken = getattr(scheduler, "total_steps", None), getattr(scheduler, "last_epoch", None)
+        if total is not None and taken is not None:
+            # Filled-up batches of several processes are more than the script counted, and torch refuses to go beyond the end.
+            times = min(times, total - taken)
         for _ in range(times):
-            # Beyond its last step a schedule turns round, and the loop may go on.
-            if total is None or (scheduler._step_count <= total and scheduler.last_epoch + 1 < total):
-                scheduler.step(*args, **kwargs)
+            scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[float]:
         """The learning rate of each parameter group."""

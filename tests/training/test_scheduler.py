@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from processes import Processes
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
+from bigmodel import Accelerator
 from bigmodel.training.gradient_state import GradientState
 from bigmodel.training.optimizer import AcceleratedOptimizer
 from bigmodel.training.scheduler import AcceleratedScheduler
 from bigmodel.training.state import PartialState
+from bigmodel.utils import GradientAccumulationPlugin
 
 
 def optimizer_and_scheduler(make: Any, **kwargs: Any) -> tuple[AcceleratedOptimizer, AcceleratedScheduler]:
@@ -56,27 +61,82 @@ def test_every_process_counts_unless_they_share_batches(split: bool, expected: l
     assert rates(*both, [True, True]) == expected
 
 
-def test_it_stops_at_its_own_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_takes_all_its_steps_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     both = optimizer_and_scheduler(lambda inner: OneCycleLR(inner, max_lr=1.0, total_steps=5))
     monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
     seen = rates(*both, [True] * 5)
-    assert seen[2] == seen[3] == seen[4] == pytest.approx(4e-6)
+    alone = optimizer_and_scheduler(lambda inner: OneCycleLR(inner, max_lr=1.0, total_steps=5))
+    each = rates(*alone[:1], alone[1].scheduler, [True] * 5)
+    assert seen == [each[1], each[3], each[4], each[4], each[4]]
+    assert both[1].last_epoch == 5
 
 
-def test_batches_without_a_step_count_towards_the_end_where_asked() -> None:
-    class Plugin:
-        num_steps: int | None = 2
-        adjust_scheduler = True
-        sync_with_dataloader = True
-        sync_each_batch = False
+def test_it_goes_on_from_a_state_whose_steps_were_counted_otherwise() -> None:
+    first, second = (optimizer_and_scheduler(lambda inner: OneCycleLR(inner, max_lr=1.0, total_steps=6)) for _ in range(2))
+    rates(*first, [True] * 2)
+    second[1].load_state_dict(first[1].state_dict() | {"_step_count": 9})
+    assert rates(*second, [True] * 4) == rates(*first, [True] * 4)
+    assert second[1].last_epoch == 6
 
-    for adjust, steps in ((True, 2), (False, 3)):
-        GradientState._reset_state()
-        Plugin.adjust_scheduler = adjust
-        GradientState(Plugin())
-        optimizer, scheduler = optimizer_and_scheduler(lambda inner: OneCycleLR(inner, max_lr=1.0, total_steps=4))
-        rates(optimizer, scheduler, [False, True] * 4)
-        assert scheduler.scheduler.last_epoch == steps
+
+def regression() -> tuple[nn.Linear, torch.optim.Optimizer, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1, bias=False)
+    return model, torch.optim.SGD(model.parameters(), lr=0.2), list(torch.randn(8, 2))
+
+
+def trained_plainly(total_steps: int, accumulated: int, at_once: int = 1) -> tuple[list[float], list[float]]:
+    """The rates after each step, and the weights. `at_once`: processes, of which each step of the optimizer sees that many batches."""
+    model, optimizer, data = regression()
+    scheduler = OneCycleLR(optimizer, 0.2, total_steps=total_steps)
+    seen = []
+    for group in torch.stack(data).split(accumulated * at_once):
+        for batch in group.split(at_once):
+            (model(batch).square().mean() / accumulated).backward()
+        optimizer.step()
+        for _ in range(at_once):
+            if scheduler.last_epoch < total_steps:
+                scheduler.step()
+        optimizer.zero_grad()
+        seen.append(scheduler.get_last_lr()[0])
+    return seen, model.weight.detach().flatten().tolist()
+
+
+def trained(total_steps: int, accumulated: int, adjust: bool) -> tuple[list[float], list[float]]:
+    plugin = GradientAccumulationPlugin(num_steps=accumulated, adjust_scheduler=adjust)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    model, optimizer, data = regression()
+    scheduler = OneCycleLR(optimizer, 0.2, total_steps=total_steps)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=1), scheduler)
+    seen = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            seen.append(scheduler.get_last_lr()[0])
+    return seen, accelerator.unwrap_model(model).weight.detach().flatten().tolist()
+
+
+@pytest.mark.parametrize("adjust", [True, False])
+@pytest.mark.parametrize(
+    ("total_steps", "accumulated"),
+    [(8, 1), (9, 1), (4, 2), (5, 2), (8, 2), (2, 4), (8, 4), (3, 3)],  # as many as the optimizer's steps, as batches, and others
+)
+def test_one_process_is_the_plain_loop(total_steps: int, accumulated: int, adjust: bool) -> None:
+    assert trained(total_steps, accumulated, adjust) == trained_plainly(total_steps, accumulated)
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize("adjust", [True, False])
+def test_two_processes_step_for_the_batches_of_both(processes: Callable[[int], Processes], adjust: bool) -> None:
+    for total_steps, accumulated in ((8, 1), (4, 2), (5, 2), (8, 2), (2, 4), (10, 2)):
+        expected_rates, expected_weights = trained_plainly(total_steps, accumulated, at_once=2)
+        for seen, weights in processes(2).run(trained, total_steps, accumulated, adjust):
+            assert seen == expected_rates
+            torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
 
 
 def test_looking_at_a_metric_is_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
