@@ -30,6 +30,7 @@ from .loading import (
     Checkpoint,
     DtypeOf,
     KeyRules,
+    NoValuesError,
     Reading,
     dtype_rule,
     init_empty_weights,
@@ -336,9 +337,12 @@ def save_model(
 
     `max_shard_size` is in bytes or as "5GB". Ties are saved once. Packed weights are saved packed, with checksums by which loading sees
     damage; a `config.json` in `folder` that does not say that they are packed is warned about. Files appear together when all are complete;
-    see `loading.save_model`.
+    see `loading.save_model`. Raises what that raises, among others for tensors on meta that rest nowhere.
     """
     state = model.state_dict(keep_vars=True)
+    empty = [name for name, value in state.items() if torch.is_tensor(value) and not isinstance(value, LazyTensor) and value.is_meta]
+    if empty:
+        raise NoValuesError(empty)
     files = write_model(
         model,
         folder,

@@ -365,6 +365,13 @@ def test_an_ordinary_load_does_not_alarm(plain: Tied, tmp_path: Path, caplog: py
     assert [record.getMessage() for record in caplog.records] == []
 
 
+@pytest.mark.parametrize("kind", [CheckpointError, ValueError, RuntimeError])
+def test_a_model_without_values_is_not_saved(tmp_path: Path, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=r"tensors have no values to save \(they are on meta\): .*Load the model first"):
+        bigmodel.save_model(empty(Tied), tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize("where", ["file", "file/below"])
 def test_folders_that_cannot_be_written_leave_the_model_as_it_was(plain: Tied, tmp_path: Path, where: str) -> None:
     (tmp_path / "file").write_bytes(b"mine")

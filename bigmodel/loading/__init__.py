@@ -24,7 +24,7 @@ from .offload_folder import (
 )
 from .reader import Reader
 from .report import LoadReport
-from .save import Fetch, save_model, without_aliases, write_safetensors
+from .save import Fetch, NoValuesError, save_model, without_aliases, write_safetensors
 from .set_tensor import set_module_tensor_to_device
 from .state_dict import load_state_dict, read_tensors
 from .store import CheckpointStore
@@ -45,6 +45,7 @@ __all__ = [
     "KeyRules",
     "LoadReport",
     "Match",
+    "NoValuesError",
     "OffloadedWeightsLoader",
     "Piece",
     "PrefixedDataset",

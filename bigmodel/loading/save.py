@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -27,12 +27,23 @@ from .formats.safetensors import lay_out
 from .formats.torch_zip import TorchZipFormat
 from .tensor_file import byte_parts
 
-__all__ = ["Fetch", "save_model", "without_aliases", "write_safetensors"]
+__all__ = ["Fetch", "NoValuesError", "save_model", "without_aliases", "write_safetensors"]
 
 Fetch = Callable[[str], torch.Tensor]
 """Name in the state dict → its values, on any device."""
 
 DEFAULT_SHARD_BYTES: Final = 5 * 10**9
+
+
+class NoValuesError(CheckpointError, RuntimeError):
+    """Tensors on meta that should be saved; a RuntimeError for the scripts that expect torch's."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(
+            f"{len(names)} tensors have no values to save (they are on meta): {', '.join(names[:10])}. "
+            "Load the model first (load_checkpoint_and_dispatch), and save an offloaded one through bigmodel's own functions, which fetch "
+            "its weights."
+        )
 
 
 def save_model(
@@ -76,10 +87,7 @@ def save_model(
     if fetch is None:
         empty = [name for name in kept if kept[name].device.type == "meta"]
         if empty:
-            raise CheckpointError(
-                f"{len(empty)} tensors have no values to save (they are on meta): {', '.join(empty[:10])}. "
-                "Save through bigmodel's own functions, which fetch offloaded weights, or load the model first."
-            )
+            raise NoValuesError(empty)
         fetch = tensors.__getitem__
     fetch = partial(_with_texts, texts, fetch)
     specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in kept.items()}

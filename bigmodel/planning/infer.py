@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -50,7 +50,8 @@ def infer_auto_device_map(
     a few layers (`FEW_LAYERS`), it is that walk's. Room to pass through is kept for the largest part of what is offloaded, on the main
     device: the first accelerator in the map.
     Devices that were skipped are filled later in either case, so `fallback_allocation` has nothing left to do and is accepted for scripts
-    that pass it. `verbose` logs each placement.
+    that pass it. `verbose` prints each placement, and why it is
+    on none of the devices before.
 
     Raises `PlanError` for an empty model, an unknown device, an unreadable size, and a model that a "disk" budget leaves no room for.
     """
@@ -83,8 +84,10 @@ def infer_auto_device_map(
 
     device_map = map_entries(inventory, units, assignment)
     if verbose:
-        for name, device in device_map.items():
-            logger.info("Putting %s on %s.", name or type(model).__name__, device)
+        in_order = "devices are filled in the order of the model, with room for the largest layer to come"
+        why_not = in_order if assignment is expected else "no map with it there would run and move fewer bytes"
+        for line in _placement_lines(units, assignment, budgets, why_not):
+            print(line)
     _report_unused(units, assignment, budgets)
     if inventory.buffers and not offload_buffers:
         _warn_of_buffers(join_tied(inventory, Travel(False, alignment=1, whole_embeddings=True)), assignment, budgets)
@@ -116,6 +119,35 @@ def refuse_unplaced(units: Sequence[Unit], assignment: Assignment, budgets: Mapp
         f"{sum(unit.total_bytes for unit in units):,} bytes in all. Without a place: {sum(unit.total_bytes for unit in left):,} bytes, "
         f"the largest {names} with {largest.total_bytes:,}. Give 'disk' or 'cpu' more, or leave 'disk' out: then it has no limit."
     )
+
+
+def _placement_lines(units: Sequence[Unit], assignment: Assignment, budgets: Mapping[DeviceKey, int], why_not: str) -> Iterator[str]:
+    """For every unit, in the order of the model: its bytes, its device, and what is missing on the devices before that.
+
+    `why_not` is said of a device on which nothing is missing.
+    """
+    placed = list(zip(units, assignment.places, strict=True))
+    computing = {assignment.main, *(key for key in budgets if key not in ("cpu", "disk"))}
+    left = {key: budgets[key] for key in budgets if key != "disk"}
+    for unit, place in placed:
+        if place in left:
+            left[place] -= unit.total_bytes if place in computing else unit.stored_bytes
+        if place not in computing and assignment.main in left:
+            left[assignment.main] -= unit.staying_bytes
+    if assignment.main in left and assignment.moved_bytes:
+        left[assignment.main] -= assignment.reserve_bytes
+    order: list[DeviceKey] = [*left, "disk"]
+    for unit, place in placed:
+        names = " and ".join(entry for item in unit.items for entry in item.entries)
+        yield f"Putting {names or 'the whole model'} on {place} (size={unit.total_bytes})"
+        for key in order[: order.index(place)]:
+            kept_bytes = assignment.reserve_bytes if key == assignment.main and assignment.moved_bytes else 0
+            kept = f", {kept_bytes} are kept for the weights that pass through" if kept_bytes else ""
+            state = f"{max(0, left[key])} of {budgets[key]} bytes are left{kept}"
+            if left[key] < unit.total_bytes:
+                yield f"  Not enough space on {key}: {state}"
+            else:
+                yield f"  Not on {key}: {state}; {why_not}"
 
 
 def _report_unused(units: Sequence[Unit], assignment: Assignment, budgets: Mapping[DeviceKey, int]) -> None:

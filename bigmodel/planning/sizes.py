@@ -153,37 +153,40 @@ def compute_module_sizes(
 ) -> defaultdict[str, int]:
     """Bytes of every module and tensor below `model`, by full name, `""` for all of it. A tied tensor counts once, under its first name.
 
+    Parameters stand before all buffers, and modules before what is in them.
     `dtype` and `special_dtypes` as in `tensor_bytes_rule`. With `buffers_only` parameters are left out.
     """
     rule = tensor_bytes_rule(dtype, special_dtypes)
     sizes: defaultdict[str, int] = defaultdict(int)
     seen: set[int] = set()
 
-    def visit(module: nn.Module, path: str) -> int | None:
-        """Fills in everything below `module`. Returns its bytes, or None if there was nothing that was not counted before."""
-        sizes[path] = 0  # parents stand before their children
+    def visit(module: nn.Module, path: str, buffers: bool) -> int | None:
+        """Adds the parameters, or the buffers, below `module`. Returns their bytes, or None if all were counted before."""
+        is_new = path not in sizes
+        if is_new:
+            sizes[path] = 0
         prefix = f"{path}." if path else ""
         total_bytes, found = 0, False
-        for tensors in (module._buffers,) if buffers_only else (module._parameters, module._buffers):
-            for key, tensor in tensors.items():
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    name = prefix + key
-                    sizes[name] = nbytes = rule(name, tensor)
-                    total_bytes += nbytes
-                    found = True
+        for key, tensor in (module._buffers if buffers else module._parameters).items():
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                name = prefix + key
+                sizes[name] = nbytes = rule(name, tensor)
+                total_bytes += nbytes
+                found = True
         for key, child in module._modules.items():
-            below = None if child is None else visit(child, prefix + key)
+            below = None if child is None else visit(child, prefix + key, buffers)
             if below is not None:
                 total_bytes += below
                 found = True
         if found:
-            sizes[path] = total_bytes
-        elif path:
+            sizes[path] += total_bytes
+        elif path and is_new:
             del sizes[path]
         return total_bytes if found else None
 
-    visit(model, "")
+    for buffers in (True,) if buffers_only else (False, True):
+        visit(model, "", buffers)
     return sizes
 
 

@@ -93,6 +93,8 @@ def test_every_prefix_has_its_bytes():
     sizes = compute_module_sizes(ModelForTest())
     assert isinstance(sizes, defaultdict)
     assert dict(sizes) == TABLE
+    buffers = [f"batchnorm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")]
+    assert list(sizes)[-3:] == buffers  # after all parameters
     assert sizes["nothing"] == 0
     with init_empty_weights():
         assert dict(compute_module_sizes(ModelForTest())) == TABLE

@@ -237,7 +237,26 @@ def test_ties_that_were_lost_are_told(caplog):
     assert "The model weights are not tied" in caplog.text
 
 
-def test_placements_are_logged_on_demand(caplog):
-    with caplog.at_level(logging.INFO):
-        infer_auto_device_map(ModelForTest(), {0: 235}, verbose=True)
-    assert "Putting linear1 on 0" in caplog.text
+def test_placements_are_printed_on_demand(capsys):
+    infer_auto_device_map(ModelForTest(), {0: 235, "cpu": 99})
+    assert capsys.readouterr().out == ""
+    infer_auto_device_map(ModelForTest(), {0: 235, "cpu": 99}, verbose=True)
+    assert capsys.readouterr().out.splitlines() == [
+        "Putting linear1 on 0 (size=64)",
+        "Putting batchnorm on disk (size=72)",
+        "  Not enough space on 0: 71 of 235 bytes are left, 100 are kept for the weights that pass through",
+        "  Not on cpu: 99 of 99 bytes are left; devices are filled in the order of the model, with room for the largest layer to come",
+        "Putting linear2 on disk (size=100)",
+        "  Not enough space on 0: 71 of 235 bytes are left, 100 are kept for the weights that pass through",
+        "  Not enough space on cpu: 99 of 99 bytes are left",
+    ]
+
+
+def test_all_that_is_placed_is_printed(capsys):
+    device_map = infer_auto_device_map(Decoder(tied=True), {0: 3000, "cpu": 2000}, verbose=True, clean_result=False)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Putting")]
+    printed = {}
+    for line in lines:
+        names, _, rest = line.removeprefix("Putting ").partition(" on ")
+        printed |= {name: rest.partition(" (size=")[0] for name in names.split(" and ")}
+    assert printed == {name: str(device) for name, device in device_map.items()}

@@ -84,6 +84,10 @@ def test_formats_without_a_torch_dtype():
 
 def test_every_module_and_tensor_is_sized():
     assert compute_module_sizes(ModelForTest()) == SIZES
+    assert list(compute_module_sizes(ModelForTest())) == [
+        "", "linear1", "linear1.weight", "linear1.bias", "batchnorm", "batchnorm.weight", "batchnorm.bias", "linear2", "linear2.weight",
+        "linear2.bias", "batchnorm.running_mean", "batchnorm.running_var", "batchnorm.num_batches_tracked",
+    ]  # fmt: skip
     half = compute_module_sizes(ModelForTest().half())
     assert (half[""], half["batchnorm"]) == (122, 40)
     assert compute_module_sizes(ModelForTest(), dtype="float16")[""] == 122
