@@ -24,7 +24,7 @@ from .quantization import weight_format as find_format
 from .quantization.formats import weight_formats
 from .sources import Wanted, find_tree
 
-__all__ = ["plan"]
+__all__ = ["buildable_dtype", "plan", "split_dtype"]
 
 ADVISED_FORMATS: Final = ("int8", "nf4")
 
@@ -103,11 +103,9 @@ def plan(
         PlanError: a model without tensors, an unknown device, a size that cannot be read, or budgets that cannot work. CheckpointError:
         a damaged checkpoint or dump, or none. MissingPackageError: a package that `source` needs is not installed.
     """
-    if isinstance(source, str) and not source:
-        raise PlanError("The name of the model is empty. Give the path of a checkpoint, or a repository on the hub ('owner/name').")
     budgets = named_budgets(max_memory)
-    packed, plain_dtype = _split_dtype(dtype, weight_format)
-    buildable = _buildable(plain_dtype)
+    packed, plain_dtype = split_dtype(dtype, weight_format)
+    buildable = buildable_dtype(plain_dtype)
     tree = find_tree(source, Wanted(buildable, plain_dtype is not None, model_class, trust_remote_code))
     made = planning.plan(
         tree.model,
@@ -151,7 +149,7 @@ def _ignored(model: nn.Module, special_dtypes: Mapping[str, DtypeLike], classes:
     return notes
 
 
-def _split_dtype(
+def split_dtype(
     dtype: DtypeLike | WeightFormat | None, weight_format: WeightFormat | str | None
 ) -> tuple[WeightFormat | None, DtypeLike | None]:
     """A packed format, and the dtype of the rest. Raises `PlanError` where two formats are named, and for what is neither."""
@@ -170,7 +168,7 @@ def _split_dtype(
     return packed, dtype
 
 
-def _buildable(dtype: DtypeLike | None) -> torch.dtype | None:
+def buildable_dtype(dtype: DtypeLike | None) -> torch.dtype | None:
     """The dtype, if a model of transformers can be built in it: then what its class keeps in float32 stays so."""
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     return found if isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize > 1 else None

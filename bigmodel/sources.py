@@ -70,6 +70,8 @@ def find_tree(source: Any, wanted: Wanted) -> Tree:
         return Tree(source)
     if isinstance(source, Mapping):
         return _of_dump(source, "The header dump")
+    if isinstance(source, str) and not source:
+        raise PlanError("The name of the model is empty. Give the path of a checkpoint, or a repository on the hub ('owner/name').")
     if isinstance(source, str | os.PathLike):
         return _of_place(located(source), wanted)
     if is_config(source):

@@ -9,12 +9,16 @@ import typer
 from .. import __version__
 from ..errors import BigModelError
 from .bench import bench
+from .config import config
+from .elsewhere import to_fsdp2, tpu_config
 from .env import env
+from .estimate_memory import DtypesCommand, estimate_memory
 from .generate import generate
 from .inspect import inspect
 from .launch import launch
 from .launch_options import LaunchCommand
 from .load import load
+from .merge_weights import merge_weights
 from .output import fail
 from .plan import plan
 
@@ -44,9 +48,14 @@ def options(
 app.command()(inspect)
 app.command()(load)
 app.command()(plan)
+app.command(cls=DtypesCommand)(estimate_memory)
 app.command()(generate)
 app.command()(bench)
 app.command()(env)
+app.command()(merge_weights)
+app.add_typer(config)
+for absent in (tpu_config, to_fsdp2):
+    app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(absent)
 # What follows the script is the script's, also where it looks like an option.
 app.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})(launch)
 

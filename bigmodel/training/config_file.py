@@ -19,7 +19,7 @@ from ..settings import PREFIXES, environment_flag
 from .enums import ComputeEnvironment, DistributedType, PrecisionType
 from .environment import LAST_PORT
 
-__all__ = ["DEFAULT_CONFIG_FILE", "LaunchSettings", "launch_environment", "read_launch_settings", "write_basic_config"]
+__all__ = ["DEFAULT_CONFIG_FILE", "LaunchSettings", "find_config_file", "launch_environment", "read_launch_settings", "write_basic_config"]
 
 DEFAULT_CONFIG_FILE = str(Path(HF_HOME) / "bigmodel" / "default_config.yaml")
 """Read by `bigmodel launch` where no other file is named."""
@@ -141,6 +141,18 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = DEFAULT
     return file
 
 
+def find_config_file(config_file: str | os.PathLike[str] | None = None) -> Path | None:
+    """The file of that name; without a name the default file, else the ecosystem's, else None.
+
+    Raises `TrainingError` where there is none of that name.
+    """
+    candidates = [DEFAULT_CONFIG_FILE, ECOSYSTEM_CONFIG_FILE] if config_file is None else [config_file]
+    file = next((Path(candidate) for candidate in candidates if Path(candidate).is_file()), None)
+    if file is None and config_file is not None:
+        raise TrainingError(f"There is no config file {os.fspath(config_file)}. write_basic_config(save_location=…) makes one.")
+    return file
+
+
 def read_launch_settings(config_file: str | os.PathLike[str] | None = None, given: Mapping[str, object] | None = None) -> LaunchSettings:
     """The settings in a YAML or JSON file, with those in `given` (by the file's keys) in place of the file's.
 
@@ -150,10 +162,7 @@ def read_launch_settings(config_file: str | os.PathLike[str] | None = None, give
     Raises:
         TrainingError: no such file, not such a file, keys that are unknown or ask for what bigmodel does not launch.
     """
-    candidates = [DEFAULT_CONFIG_FILE, ECOSYSTEM_CONFIG_FILE] if config_file is None else [config_file]
-    file = next((Path(candidate) for candidate in candidates if Path(candidate).is_file()), None)
-    if file is None and config_file is not None:
-        raise TrainingError(f"There is no config file {os.fspath(config_file)}. write_basic_config(save_location=…) makes one.")
+    file = find_config_file(config_file)
     values: dict[str, Any] = {} if file is None else _values(file)
     for key, value in (given or {}).items():
         values[key] = {**values.get(key, {}), **value} if isinstance(value, Mapping) else value
