@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -24,9 +25,19 @@ __all__ = [
     "Sharded",
     "Turned",
     "contiguous_strides",
+    "is_possible_shape",
     "refuse_stream",
     "span_elements",
 ]
+
+
+MOST_ELEMENTS: Final = 1 << 59
+"""Of a tensor: those of which torch can still count the bytes, 16 each at most, in 63 bits."""
+
+
+def is_possible_shape(shape: Iterable[int]) -> bool:
+    """Whether torch can have such a tensor. The strides of an empty one, too, must be numbers that it can count."""
+    return math.prod(max(size, 1) for size in shape) <= MOST_ELEMENTS
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,6 +15,10 @@ MAX_INDEX_BYTES: Final = 1 << 26
 """Several times the index of the largest known checkpoint, of 140,000 tensors."""
 
 
+LONGEST_NAME_BYTES: Final = 255
+"""Of a file, on every file system in use."""
+
+
 def check_index_size(size_bytes: int, file: CheckpointFile) -> None:
     """Raises `CheckpointError` for a file that is too large to be an index."""
     if size_bytes > MAX_INDEX_BYTES:
@@ -34,4 +38,6 @@ def parse_index(text: bytes, file: CheckpointFile) -> dict[str, str]:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or not name:
             raise CheckpointError(f"{file}: names the file {name!r} outside its folder.")
+        if any(len(part.encode("utf-8", "surrogatepass")) > LONGEST_NAME_BYTES for part in path.parts):
+            raise CheckpointError(f"{file}: names the file {name[:100]!r}…, of {len(name)} characters: no file system has such names.")
     return weight_map

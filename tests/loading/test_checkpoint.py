@@ -107,6 +107,13 @@ def test_an_index_must_not_lead_out_of_its_folder(tmp_path: Path, name: str) -> 
         Checkpoint.open(tmp_path / "in")
 
 
+@pytest.mark.parametrize("name", ["m" * 300 + ".safetensors", "\u00e9" * 150 + ".safetensors"])
+def test_an_index_with_a_name_that_no_file_can_have(tmp_path: Path, name: str) -> None:
+    index(tmp_path, {"a": name})
+    with pytest.raises(CheckpointError, match="no file system has such names"):
+        Checkpoint.open(tmp_path)
+
+
 def test_an_index_that_names_a_missing_file_or_tensor(tmp_path: Path) -> None:
     names = shards(tmp_path)
     index(tmp_path, names | {"c": "model-00002-of-00002.safetensors"})

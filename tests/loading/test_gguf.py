@@ -173,6 +173,7 @@ def raw(*parts: bytes, pairs: int = 0, tensors: int = 0, version: int = 3, data:
         (raw(pair("general.alignment", 8, text("x")), pairs=1), "impossible alignment 'x'"),
         (raw(tensor("t", [1, 1, 1, 1, 1], 0, 0), tensors=1), "has 5 dimensions"),
         (raw(tensor("t", [1 << 40, 1 << 40], 0, 0), tensors=1), "impossible shape"),
+        (raw(tensor("t", [1 << 40, 1 << 40, 0], 0, 0), tensors=1), "impossible shape"),
         (raw(tensor("t", [4], 0, 0), tensors=1, data=bytes(15)), "truncated: expected at least"),
         (raw(tensor("t", [4], 0, 0), tensors=1, data=bytes(99)), "the rest belongs to no tensor"),
         (raw(tensor("t", [4], 0, 32), tensors=1, data=bytes(48)), "leave a hole"),

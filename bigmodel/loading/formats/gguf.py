@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from ...errors import CheckpointError, MissingPackageError
-from ..entry import Entry, Packed
+from ..entry import Entry, Packed, is_possible_shape
 from ..location import CheckpointFile
 from .header import START_BYTES, Header, foreign, read_local
 
@@ -185,7 +185,7 @@ def _info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     if dimensions > MAX_DIMENSIONS:
         raise CheckpointError(f"{cursor.file}: {name!r} has {dimensions} dimensions; GGUF knows up to {MAX_DIMENSIONS}.")
     shape = tuple(cursor.number("<Q") for _ in range(dimensions))[::-1]
-    if math.prod(shape) >= 1 << 63:
+    if not is_possible_shape(shape):
         raise CheckpointError(f"{cursor.file}: {name!r} has an impossible shape {list(shape)}.")
     return name, shape, cursor.number("<I"), cursor.number("<Q")
 

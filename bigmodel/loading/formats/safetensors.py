@@ -16,7 +16,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...protocols import TensorSpec
-from ..entry import Entry
+from ..entry import Entry, is_possible_shape
 from ..json_text import parse_object
 from ..location import CheckpointFile
 from .header import START_BYTES, Header, foreign, read_local
@@ -149,7 +149,8 @@ def _entry(name: str, value: Any, data_start: int, file: CheckpointFile) -> Entr
         raise CheckpointError(f"{file}: the header of {name!r} lacks 'dtype', 'shape' or two 'data_offsets'.") from error
     if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
         raise CheckpointError(f"{file}: {name!r} has the unknown dtype {str(dtype_name)[:40]!r}; known are {', '.join(DTYPES)}.")
-    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(_is_size(size) for size in shape):
+    is_list = isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS and all(_is_size(size) for size in shape)
+    if not is_list or not is_possible_shape(shape):
         raise CheckpointError(f"{file}: {name!r} has an impossible shape {str(shape)[:100]}.")
     if not _is_size(begin) or not _is_size(end) or begin > end:
         raise CheckpointError(f"{file}: {name!r} has impossible offsets [{str(begin)[:40]}, {str(end)[:40]}].")

@@ -21,7 +21,7 @@ import torch
 
 from ...errors import CheckpointError, CheckpointNotFoundError
 from ...text import kind_text
-from ..entry import Entry, Sharded
+from ..entry import Entry, Sharded, is_possible_shape
 from ..location import CheckpointFile
 from .header import Header, Opened, open_local
 from .torch_archive import TorchArchive
@@ -85,6 +85,8 @@ class TorchDistributedFormat:
         chunks = _chunks(tensors, file, beside)
         entries = []
         for name, tensor in tensors.items():
+            if not is_possible_shape(tensor.shape):
+                raise CheckpointError(f"{file}: {name!r} has an impossible shape {list(tensor.shape)}.")
             parts = tuple(chunks[name, number] for number in range(len(tensor.places)))
             _check_cover(file, name, tensor.shape, [(start, part.shape) for start, part in parts])
             nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
