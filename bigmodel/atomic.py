@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .errors import BigModelError, CheckpointError
+from .interrupts import uninterrupted
 
 __all__ = ["atomic_file", "folder_to_write", "write_all", "write_atomically"]
 
@@ -17,18 +18,23 @@ __all__ = ["atomic_file", "folder_to_write", "write_all", "write_atomically"]
 @contextlib.contextmanager
 def atomic_file(file: Path) -> Iterator[BinaryIO]:
     """A stream to a temporary neighbour of `file`, which takes its place when the block ends; an error leaves no trace."""
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name[:100]}.", suffix=".tmp")
+    temporary = ""
     try:
-        with open(descriptor, "wb", buffering=0) as stream:
+        with uninterrupted():
+            descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name[:100]}.", suffix=".tmp")
+            opened = open(descriptor, "wb", buffering=0)  # noqa: SIM115 (so that the descriptor has an owner before a signal is heeded)
+        with opened as stream:
             yield stream
-        # mkstemp keeps others out; a checkpoint is as readable as any file that the user writes.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, file)
+        with uninterrupted():
+            # mkstemp keeps others out; a checkpoint is as readable as any file that the user writes.
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(temporary, 0o666 & ~umask)
+            os.replace(temporary, file)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        with uninterrupted(), contextlib.suppress(FileNotFoundError):
+            if temporary:
+                os.unlink(temporary)
         raise
 
 
@@ -48,7 +54,7 @@ def folder_to_write(folder: Path, names: Collection[str] = ()) -> Iterator[None]
         os.makedirs(folder, exist_ok=True)
         yield
     except BaseException as error:
-        with contextlib.suppress(OSError):
+        with uninterrupted(), contextlib.suppress(OSError):
             for file in new:
                 file.unlink(missing_ok=True)
             for level in made:

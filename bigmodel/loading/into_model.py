@@ -19,6 +19,7 @@ from ..constants import OFFLOAD_INDEX_NAME
 from ..device_map import normalized, unknown_entries
 from ..devices import DeviceKey
 from ..errors import CheckpointError, PlanError
+from ..interrupts import uninterrupted
 from ..progress import ProgressCallback
 from ..protocols import Packer
 from .checkpoint import Checkpoint
@@ -226,8 +227,9 @@ def _restorable_folder(folder: Path, written: Collection[str]) -> Iterator[None]
         try:
             yield
         except BaseException:
-            for file, content in before.items():
-                write_atomically(file, content)
+            with uninterrupted():
+                for file, content in before.items():
+                    write_atomically(file, content)
             raise
 
 

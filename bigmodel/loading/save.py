@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -25,6 +21,7 @@ from .checksum import checksum, noted, room_for
 from .extra_state import JSON_TEXT, is_extra_state, text_tensor
 from .formats.safetensors import lay_out
 from .formats.torch_zip import TorchZipFormat
+from .publish import published_together
 from .tensor_file import byte_parts
 
 __all__ = ["Fetch", "NoValuesError", "save_model", "without_aliases", "write_safetensors"]
@@ -67,12 +64,12 @@ def save_model(
 
     Names of one tensor (ties, and views of the same memory) are saved once; the files' metadata maps the other names to the one that is
     there, as `safetensors.torch.save_model` does, and loading fills them from it. Extra states of modules are saved too, see `extra_state`.
-    In memory is one tensor at a time. All files appear together when they are complete, and shards of an earlier save are removed then; an
-    error leaves the folder as it was.
+    In memory is one tensor at a time. All files appear together when they are complete, in the place of what was saved there before, in
+    either format; an error or Ctrl-C leaves the folder as it was, and a process killed meanwhile nothing that loads as a mixture of both.
 
     Returns the files. Raises `CheckpointError` for tensors without values (on meta), for what is no tensor (and no extra state of plain
-    values), for values that `fetch` gives with another shape or dtype, for metadata that are not text, and for a folder that cannot be
-    written (a file in the way, a full disk).
+    values), for values that `fetch` gives with another shape or dtype, for metadata that are not text, for a folder that cannot be written
+    (a file in the way, a full disk), and for one that holds other files which would be loaded instead.
     """
     if "://" in str(folder):
         raise CheckpointError(f"{folder}: models are saved into a folder on this machine. Save there, and upload the files.")
@@ -96,7 +93,7 @@ def save_model(
         (SAFE_WEIGHTS_PATTERN_NAME, SAFE_WEIGHTS_INDEX_NAME) if safe_serialization else (WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME)
     )
     names = [pattern.format(suffix="" if len(shards) == 1 else f"-{n:05d}-of-{len(shards):05d}") for n in range(1, len(shards) + 1)]
-    with folder_to_write(folder), _published_together(folder, pattern, index_name) as temporary:
+    with folder_to_write(folder), published_together(folder, names if len(names) == 1 else [*names, index_name]) as temporary:
         for name, shard in zip(names, shards, strict=True):
             own = {alias: first for alias, first in aliases.items() if first in shard}
             own |= dict.fromkeys((each for each in texts if each in shard), JSON_TEXT)
@@ -225,23 +222,3 @@ def _write_torch(file: Path, specs: Mapping[str, TensorSpec], fetch: Fetch, alia
                 target.seek(places[name])
                 for part in byte_parts(_fetched(fetch, name, spec)):
                     write_all(target, part)
-
-
-@contextlib.contextmanager
-def _published_together(folder: Path, pattern: str, index_name: str) -> Iterator[Path]:
-    """A temporary folder whose files are moved to `folder` when the block ends, the index last; then what an earlier save left goes."""
-    temporary = Path(tempfile.mkdtemp(dir=folder, prefix=".saving-"))
-    try:
-        yield temporary
-        new = sorted(temporary.iterdir(), key=lambda file: file.name == index_name)
-        old = set(folder.glob(pattern.format(suffix="-*-of-*"))) | {folder / index_name, folder / pattern.format(suffix="")}
-        blocked = [file.name for file in new if (folder / file.name).is_dir()]
-        if blocked:
-            raise CheckpointError(f"{folder}: folders are in the way of the files {', '.join(blocked)}. Remove them, or save elsewhere.")
-        for file in new:
-            os.replace(file, folder / file.name)
-        for file in old - {folder / file.name for file in new}:
-            if file.is_file():
-                file.unlink()
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
