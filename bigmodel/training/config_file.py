@@ -18,6 +18,7 @@ from ..errors import TrainingError
 from ..settings import PREFIXES, environment_flag
 from .enums import ComputeEnvironment, DistributedType, PrecisionType
 from .environment import LAST_PORT
+from .older_config_files import todays_words
 
 __all__ = ["DEFAULT_CONFIG_FILE", "LaunchSettings", "find_config_file", "launch_environment", "read_launch_settings", "write_basic_config"]
 
@@ -190,6 +191,10 @@ def _values(file: Path) -> dict[str, object]:
         raise TrainingError(f"{file} is neither YAML nor JSON: {error}") from error
     if not isinstance(content, dict):
         raise TrainingError(f"{file} holds no keys and values.")
+    try:
+        content = todays_words(content)
+    except TrainingError as error:
+        raise TrainingError(f"{file}: {error}") from None
     known = [setting.name for setting in fields(LaunchSettings)]
     for key, value in content.items():
         if key not in known and key not in WITHOUT_EFFECT and value not in (None, {}, [], "", False):

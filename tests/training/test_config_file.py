@@ -150,9 +150,37 @@ def test_deepspeed_and_megatron_are_told_in_their_words() -> None:
     assert launch_environment(LaunchSettings(deepspeed_config={"zero_stage": 3})) == {}, "another kind of training"
 
 
+@pytest.mark.parametrize(("content", "settings"), [
+    ("dynamo_backend: 'NO'", LaunchSettings()),
+    ("dynamo_backend: NO", LaunchSettings()),
+    ("dynamo_backend: INDUCTOR", LaunchSettings(dynamo_config={"dynamo_backend": "INDUCTOR"})),
+    ("dynamo_backend: INDUCTOR\ndynamo_config: {dynamo_mode: default}",
+     LaunchSettings(dynamo_config={"dynamo_backend": "INDUCTOR", "dynamo_mode": "default"})),
+    ("dynamo_config: {backend: INDUCTOR}", LaunchSettings(dynamo_config={"dynamo_backend": "INDUCTOR"})),
+    ("fp16: true", LaunchSettings(mixed_precision="fp16")),
+    ("fp16: false", LaunchSettings()),
+    ("fp16: true\nmixed_precision: bf16", LaunchSettings(mixed_precision="bf16")),
+    ("mixed_precision: no\ndistributed_type: NO", LaunchSettings(mixed_precision="no")),
+    ("deepspeed_config: {}\nfsdp_config: {}\nmegatron_lm_config: {}\nfp8_config: {}\ncommands:\ntpu_vm:", LaunchSettings()),
+    ("distributed_type: FSDP\nfsdp_config: {min_num_params: 2000, offload_params: true, fsdp_version: 1}",
+     LaunchSettings(distributed_type="FSDP", fsdp_config={
+         "fsdp_min_num_params": 2000, "fsdp_offload_params": True, "fsdp_version": 1})),
+    ("dynamo_config: {dynamo_use_dynamic: false}", LaunchSettings(dynamo_config={"dynamo_use_dynamic": False})),
+    ("ipex_config: {ipex: false}\nmpirun_config: {mpirun_ccl: '1', mpirun_hostfile: ''}", LaunchSettings()),
+])  # fmt: skip
+def test_words_of_older_files_are_those_of_today(content: str, settings: LaunchSettings, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(content)
+    assert read_launch_settings(file) == settings
+
+
 @pytest.mark.parametrize(("content", "message"), [
     ("num_procs: 2", "bigmodel knows no key 'num_procs'; did you mean 'num_processes'"),
     ("tpu_name: mine", "bigmodel knows no key 'tpu_name'"),
+    ("ipex_config: {ipex: true}", "bigmodel knows no key 'ipex_config'"),
+    ("mpirun_config: {mpirun_hostfile: hosts}", "bigmodel knows no key 'mpirun_config'"),
+    ("fsdp_config: {version: 1, fsdp_version: 2}", "fsdp_config has fsdp_version twice: 1 and 2"),
+    ("dynamo_backend: eager\ndynamo_config: {dynamo_backend: inductor}", "dynamo_config has dynamo_backend twice: inductor and eager"),
     ("compute_environment: AMAZON_SAGEMAKER", "compute_environment is 'AMAZON_SAGEMAKER'"),
     ("distributed_type: TWO", r"distributed_type is 'TWO'; use one of \['NO', 'MULTI_CPU'"),
     ("mixed_precision: fp17", "mixed_precision is 'fp17'"),
