@@ -26,6 +26,7 @@ from .dispatch import (
     show_device_map,
     values_of,
 )
+from .errors import DispatchError
 from .loading import (
     Checkpoint,
     DtypeOf,
@@ -46,6 +47,7 @@ from .protocols import Store
 from .quantization import packed_layers
 from .quantizing import quantized_load, warn_of_silent_config
 from .resting import folder_store, own_tensors, store_for
+from .unchanged import unchanged_on_error
 
 __all__ = [
     "attach_layerwise_casting_hooks",
@@ -117,12 +119,21 @@ def load_and_dispatch(
 
     Raises:
         PlanError: the map or the budgets cannot work. MatchError: names or shapes do not fit. CheckpointError: a file is damaged.
-        QuantizationError: a config that is none, or packed weights that do not fit it. The model is unchanged after any of them.
+        QuantizationError: a config that is none, or packed weights that do not fit it. The model is unchanged after any of them, and after
+        Ctrl-C.
     """
-    with quantized_load(
-        model, checkpoint, quantization, rules=rules, dtype=dtype, dtype_of=dtype_of, packed_cache=packed_cache
-    ) as quantized:
+    with (
+        unchanged_on_error(model),
+        quantized_load(
+            model, checkpoint, quantization, rules=rules, dtype=dtype, dtype_of=dtype_of, packed_cache=packed_cache
+        ) as quantized,
+    ):
         if device_map is None:
+            if quantized.scheme is not None and dispatched(model) is not None:
+                raise DispatchError(
+                    "The model is dispatched, and its layers give way to packed ones: pass a device_map, by which it is dispatched anew, "
+                    "or bigmodel.undispatch(model) first."
+                )
             place = None
         else:
             place = find_placing(
@@ -150,20 +161,21 @@ def load_and_dispatch(
             scales=quantized.scales,
             mmap=mmap,
             reading=reading,
+            makes_plain=place is not None and dispatched(model) is not None,
             progress=progress,
         )
         quantized.install(model, report)
-    if place is None:
-        return model
-    return _dispatch_or_move(
-        model,
-        place,
-        store=report.store,
-        skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
-        no_split_module_classes=no_split_module_classes,
-        force_hooks=force_hooks,
-    )
+        if place is not None:
+            _dispatch_or_move(
+                model,
+                place,
+                store=report.store,
+                skip_keys=skip_keys,
+                preload_module_classes=preload_module_classes,
+                no_split_module_classes=no_split_module_classes,
+                force_hooks=force_hooks,
+            )
+    return model
 
 
 def load_checkpoint_and_dispatch(

@@ -9,7 +9,7 @@ from typing import Final, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-__all__ = ["UNTRAINABLE", "Packer", "Packing", "Read", "Store", "TensorSpec", "WeightFormat"]
+__all__ = ["UNTRAINABLE", "Offloaded", "Packer", "Packing", "Read", "Store", "TensorSpec", "WeightFormat"]
 
 UNTRAINABLE: Final = "untrainable"
 """Attribute of a parameter that cannot be trained: what makes the error that says so. It goes with the parameter wherever that rests."""
@@ -83,6 +83,32 @@ class PagedStore(Store, Protocol):
 
     def absent_pages(self, names: Sequence[str]) -> Callable[[], None] | None:
         """What reads the pages of these tensors that are not in memory, in any thread; None where samples say that all are."""
+        ...
+
+
+@runtime_checkable
+class Offloaded(Protocol):
+    """A tensor of a model that stands for bytes which rest elsewhere. Whoever gives it new ones says so to it: what brings them to the
+    arithmetic knows it, and not the module that it is registered in."""
+
+    def rests(self) -> str:
+        """What keeps its bytes: `"cpu"` or `"disk"`."""
+        ...
+
+    def rest_in_memory(self, value: torch.Tensor) -> None:
+        """Stands for `value` itself from now on (same shape, any dtype), brought to CPU if it is elsewhere."""
+        ...
+
+    def rest_in(self, store: Store, name: str) -> None:
+        """Stands for what `store` keeps as `name` from now on."""
+        ...
+
+    def way_back(self) -> Callable[[], None]:
+        """What lets it stand again for what it stands for now."""
+        ...
+
+    def plain(self, data: torch.Tensor) -> torch.Tensor:
+        """A parameter or buffer like it, of the values `data`, which knows nothing of bytes elsewhere."""
         ...
 
 

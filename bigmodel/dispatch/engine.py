@@ -122,7 +122,7 @@ def dispatch(
         for device, places in decision.away.items():
             bringing.add(device, (name for name, _ in places), decision.passing_bytes(device))
     rings = bringing.cut(lambda device: _free_bytes(device, decisions, dispatched(model)))
-    _strip(model)
+    earlier_hooks = _strip(model)
     schedule = Schedule(prefetch=prefetch, rings=rings)
     groups = _offload(bringing, decisions, schedule)
     _lend_first_layers(model, groups)
@@ -131,6 +131,7 @@ def dispatch(
     if state.hooked:
         model.__dict__[DISPATCHED] = state
         put_on_facade(model, main_device)
+    _release(earlier_hooks)  # at the end: who takes back what was done until an error finds them as they were
     return model
 
 
@@ -306,18 +307,23 @@ def _hooked_above(name: str, hooked: Collection[str]) -> str:
     return name
 
 
-def _strip(model: nn.Module) -> None:
-    """Takes an earlier dispatch off; what is offloaded stays a placeholder."""
+def _strip(model: nn.Module) -> list[DispatchHook]:
+    """Takes an earlier dispatch off; what is offloaded stays a placeholder. Returns its hooks, which have yet to be released."""
     state = dispatched(model)
     if state is None:
-        return
+        return []
     state.end(model)
+    taken: list[DispatchHook] = []
     for module in state.hooked:
         kept = [hook for hook in hooks_of(module) if not isinstance(hook, DispatchHook)]
-        for hook in hooks_of(module):
-            if isinstance(hook, DispatchHook):
-                hook.release()
+        taken += [hook for hook in hooks_of(module) if isinstance(hook, DispatchHook)]
         _keep_hooks(module, kept)
+    return taken
+
+
+def _release(hooks: Iterable[DispatchHook]) -> None:
+    for hook in hooks:
+        hook.release()
 
 
 def _keep_hooks(module: nn.Module, kept: list[ModelHook]) -> None:
@@ -339,5 +345,5 @@ def undispatch(model: nn.Module) -> nn.Module:
     state = dispatched(model)
     if state is not None:
         restore(state.schedule.groups)
-        _strip(model)
+        _release(_strip(model))
     return model

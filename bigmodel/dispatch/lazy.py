@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,9 @@ import torch
 from torch import nn
 
 from ..errors import DispatchError
+from ..protocols import Store
 from .origin import CPU, Origin
+from .stores import MemoryStore
 from .transforms import outside_transforms
 
 if TYPE_CHECKING:
@@ -96,6 +99,37 @@ class LazyTensor(torch.Tensor):
         if group is not None:
             origin.group = weakref.ref(group)
             group.changed()
+
+    # --- As `bigmodel.protocols.Offloaded` ---
+
+    def rests(self) -> str:
+        """What keeps its bytes: `"cpu"` or `"disk"`."""
+        return self.origin.store.kind
+
+    def rest_in_memory(self, value: torch.Tensor) -> None:
+        """Stands for `value` itself from now on."""
+        self.adopt(self._origin_in(MemoryStore({self.origin.name: value}), self.origin.name))
+        self.origin.modified = True
+
+    def rest_in(self, store: Store, name: str) -> None:
+        """Stands for what `store` keeps as `name` from now on."""
+        self.adopt(self._origin_in(store, name))
+
+    def _origin_in(self, store: Store, name: str) -> Origin:
+        return Origin(store, name, self.origin.device, tally=self.origin.tally, label=self.origin.label)
+
+    def way_back(self) -> Callable[[], None]:
+        """What lets it stand again for what it stands for now."""
+        return functools.partial(self.adopt, self.origin)
+
+    def plain(self, data: torch.Tensor) -> torch.Tensor:
+        """A parameter or buffer like it, of the values `data`, which knows nothing of bytes elsewhere."""
+        if not self._is_param:
+            return data
+        requires_grad = self.requires_grad and (data.is_floating_point() or data.is_complex())
+        made: torch.Tensor = torch.Tensor._make_subclass(self.__dict__.get("parameter_class", nn.Parameter), data.detach(), requires_grad)
+        made.__dict__.update({key: value for key, value in self.__dict__.items() if key not in ("origin", "parameter_class")})
+        return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

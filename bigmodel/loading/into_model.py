@@ -60,6 +60,7 @@ def load(
     scales: Collection[str] = (),
     mmap: bool = False,
     reading: Reading = "auto",
+    makes_plain: bool = False,
     progress: bool | None = None,
     progress_callback: ProgressCallback | None = None,
 ) -> LoadReport:
@@ -82,6 +83,7 @@ def load(
         scales=scales,
         mmap=mmap,
         reading=reading,
+        makes_plain=makes_plain,
         progress=progress,
         progress_callback=progress_callback,
     )

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import MatchError
 from ..modules import get_non_persistent_buffers, tensor_aliases
-from ..protocols import TensorSpec
+from ..protocols import Offloaded, TensorSpec
 from .checkpoint import Checkpoint
 from .checksum import checksums_in
 from .entry import Entry, FileIdentity
@@ -180,7 +180,8 @@ def match(
             if any(re.search(pattern, name) for pattern in ignore_missing for name in every):
                 ignored.append(first)
                 continue
-            is_value = not isinstance(tensors[first], nn.Parameter) and tensors[first].device.type != "meta"
+            has_values = tensors[first].device.type != "meta" or isinstance(tensors[first], Offloaded)
+            is_value = not isinstance(tensors[first], nn.Parameter) and has_values
             (kept if is_value else missing).append(first)
             continue
         transfer = lower(source, entries, first, specs[first].dtype)

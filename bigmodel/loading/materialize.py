@@ -17,7 +17,7 @@ from ..devices import DeviceKey, as_device, as_key, computing_key
 from ..errors import MatchError, PlanError
 from ..modules import get_non_persistent_buffers, owner_of
 from ..progress import Progress, ProgressCallback
-from ..protocols import Packer, TensorSpec
+from ..protocols import Offloaded, Packer, TensorSpec
 from ..text import bytes_text
 from .checksum import check_tensors, not_compared
 from .exchange import several_processes
@@ -82,6 +82,7 @@ def materialize(
     scales: Collection[str] = (),
     mmap: bool = False,
     reading: Reading = "auto",
+    makes_plain: bool = False,
     progress: bool | None = None,
     progress_callback: ProgressCallback | None = None,
 ) -> LoadReport:
@@ -97,6 +98,10 @@ def materialize(
     `scales` names tensors of the model that are scales of packed weights, which are taken as they are: those that come into memory have to
     be finite.
 
+    What is offloaded already stays so, and rests where the map says: in RAM for all that is not "disk", and in the checkpoint for that.
+    Without a map, what rested on disk is left in the checkpoint. With `makes_plain` it becomes like all others, for who dispatches the
+    model anew.
+
     With `mmap`, tensors on CPU whose bytes lie in a file as they are wanted share its pages (see `mapped_tensors`); otherwise they are
     private, and a file that changes later changes nothing. `reading` is how files are read, see `Reading`.
 
@@ -111,6 +116,8 @@ def materialize(
         _refuse_nothing(model, match.ignored)
     names = _names(match)
     keys = placements(model, match, device_map, offload_buffers=offload_buffers)
+    if not makes_plain:
+        keys |= _where_offloaded_rest(model, keys, device_map)
     sharded = {name: tensor for name in match.transfers if is_sharded(tensor := _tensor(model, name))}
     if sharded and (device_map is not None or packer is not None):
         raise PlanError(
@@ -167,7 +174,8 @@ def materialize(
             if packer is not None and weights:
                 places = {name: targets.get(keys[name]) for name in weights}
                 packed = bring_packed(reader, weights, places, packer, packed_file, kept_before, bar)
-        with Replacement(model) as replacement:
+        store = _store(match, on_disk, packed)
+        with Replacement(model, makes_plain=makes_plain) as replacement:
             for transfer, tensor in jobs:
                 before = sharded.get(transfer.target)
                 if before is None:
@@ -182,7 +190,8 @@ def materialize(
             for name, tensor in mapped.items():
                 replacement.put(names[name], tensor)
             for name, transfer in on_disk.items():
-                replacement.put(names[name], torch.empty(transfer.shape, dtype=transfer.dtype, device="meta"))
+                assert store is not None
+                replacement.put_at_rest(names[name], _spec(transfer), store, name)
             set_extra_states(model, extra.values())
     finally:
         reader.close()
@@ -194,9 +203,19 @@ def materialize(
         missing=match.missing + match.ignored,
         kept=match.kept,
         unexpected=match.unexpected,
-        store=_store(match, on_disk, packed),
+        store=store,
         packed={name: KeptWeight(_spec(weights[name]), tensors) for name, tensors in packed.tensors.items()},
     )
+
+
+def _where_offloaded_rest(model: nn.Module, keys: Mapping[str, DeviceKey], device_map: Mapping[str, object] | None) -> dict[str, DeviceKey]:
+    """The keys of tensors that are offloaded already: they rest, if not on disk, in RAM."""
+    found: dict[str, DeviceKey] = {}
+    for name, key in keys.items():
+        tensor = _tensor(model, name)
+        if isinstance(tensor, Offloaded):
+            found[name] = "disk" if (tensor.rests() if device_map is None else key) == "disk" else "cpu"
+    return found
 
 
 def _check_scales(read: Iterable[tuple[Transfer, torch.Tensor]], scales: Collection[str]) -> None:
@@ -209,7 +228,7 @@ def _check_scales(read: Iterable[tuple[Transfer, torch.Tensor]], scales: Collect
 
 def _refuse_nothing(model: nn.Module, unfilled: Sequence[str]) -> None:
     """Raises `MatchError` for tensors that the map sends somewhere although they have no values and get none."""
-    empty = [name for name in unfilled if _tensor(model, name).is_meta]
+    empty = [name for name in unfilled if (tensor := _tensor(model, name)).is_meta and not isinstance(tensor, Offloaded)]
     if empty:
         more = f" and {len(empty) - 10} more" if len(empty) > 10 else ""
         raise MatchError(

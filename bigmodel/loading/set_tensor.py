@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..devices import as_device, clear_device_cache
+from ..protocols import Offloaded
 from .dtypes import as_dtype
 from .replace import new_parameter
 
@@ -37,6 +38,8 @@ def set_module_tensor_to_device(
         non_blocking: whether the copy may be queued.
         clear_cache: whether the accelerator's unused memory is given back afterwards.
 
+    An offloaded tensor stays offloaded, and rests in RAM with the new `value`.
+
     Raises AttributeError for a path that does not exist; ValueError when the last name is no parameter or buffer, the shapes differ, or
     a tensor on meta shall get a device without a value.
     """
@@ -54,6 +57,13 @@ def set_module_tensor_to_device(
     old = table[name]
     target = as_device(device)
 
+    if isinstance(old, Offloaded) and value is not None and target.type != "meta":
+        before: torch.Tensor = table[name]
+        _refuse_other_shape(tensor_name, value, before)
+        new_dtype = before.dtype if wanted is None else wanted if value.is_floating_point() else value.dtype
+        # What brings it to the arithmetic would put its old values into the place of anything that is registered beside it.
+        old.rest_in_memory(value.detach().to("cpu", new_dtype, copy=True))
+        return
     pointer = (value if value is not None else old).data_ptr() if (value is not None or old is not None) else 0
     tied = tied_params_map.get(pointer) if tied_params_map is not None and pointer else None
     if tied is not None and (known := tied.get(device, tied.get(target))) is not None:
@@ -61,10 +71,8 @@ def set_module_tensor_to_device(
         return
     if value is None and (old is None or (old.device.type == "meta" and target.type != "meta")):
         raise ValueError(f"{tensor_name} is on the meta device, we need a `value` to put in on {device}.")
-    if value is not None and old is not None and value.shape != old.shape and not hasattr(old, "quant_state"):
-        raise ValueError(
-            f'Trying to set a tensor of shape {value.shape} in "{tensor_name}" (which has shape {old.shape}), this looks incorrect.'
-        )
+    if value is not None and old is not None and not hasattr(old, "quant_state"):
+        _refuse_other_shape(tensor_name, value, old)
 
     with torch.no_grad():
         source = old.detach() if value is None else value.detach()
@@ -81,6 +89,11 @@ def set_module_tensor_to_device(
         clear_device_cache()
     if tied is not None:
         tied[device] = new
+
+
+def _refuse_other_shape(name: str, value: torch.Tensor, old: torch.Tensor) -> None:
+    if value.shape != old.shape:
+        raise ValueError(f'Trying to set a tensor of shape {value.shape} in "{name}" (which has shape {old.shape}), this looks incorrect.')
 
 
 def _same_device(a: torch.device, b: torch.device) -> bool:
