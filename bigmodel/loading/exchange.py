@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ..errors import BigModelError, CheckpointError
+from ..protocols import TensorSpec
+from .agreement import agree_with_rank0
+from .dealing import shares
 from .fresh_memory import ask_for_huge_pages
-from .host_memory import empty_tensor
+from .host_memory import empty_host_tensor, empty_tensor
 from .match import Match
 from .reader import Reader
 from .replace import Replacement
 from .sharded import filled_like, is_sharded, local_box, local_device
-from .transfer import Transfer
 
 __all__ = ["exchange", "several_processes"]
 
-CHUNK_BYTES: Final = 8 << 20
-"""Sent at once: what each process holds beside its model."""
+SHARE_BYTES: Final = 8 << 20
+"""Sent at once. Each process holds two of them beside its model."""
 
 
 def several_processes() -> bool:
     """Whether a process group of more than one process is set up."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Rows of a tensor that one process reads; the whole of one without dimensions."""
-
-    name: str
-    start: int
-    rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,43 +48,44 @@ def exchange(model: nn.Module, match: Match | None, error: Exception | None, *, 
     """Fills `model` (with the same tensors in all processes; of DTensors each holds its part) in a call that all processes make.
 
     With `rank0_reads`, process 0 alone has a `match` and reads; otherwise each reads 1/N of the bytes. `error` is what went wrong before:
-    all processes raise when one has an error, `CheckpointError` where it is another's, and no model has changed then. Memory: what stays,
-    plus a chunk of `CHUNK_BYTES` in each process, plus the reader's ring.
+    all processes raise when one has an error, `CheckpointError` where it is another's, and `MatchError` when their models differ; no model
+    has changed then. Memory: what stays, plus two shares of `SHARE_BYTES` in each process, plus the reader's ring.
     """
     _agree(error)
-    aliases: dict[str, str] = dict(match.aliases) if match is not None else {}
+    agreed = agree_with_rank0(model, match)
     transfers = match.transfers if match is not None else {}
-    told: list[Any] = [{name: transfer.dtype for name, transfer in transfers.items()}, aliases]
-    dist.broadcast_object_list(told, src=0)
-    dtypes, aliases = told
     device = _link_device()
-    targets = _targets(model, dtypes)
+    targets = _targets(model, agreed.dtypes)
     ask_for_huge_pages(target.local for target in targets.values())
-    readers = 1 if rank0_reads else dist.get_world_size()
+    specs = {name: TensorSpec(tuple(target.before.shape), target.local.dtype) for name, target in targets.items()}
+    rounds = list(shares(specs, 1 if rank0_reads else dist.get_world_size(), SHARE_BYTES))
+    longest = max((share.nbytes for round_ in rounds for share in round_), default=0)
+    own = empty_host_tensor((longest if match is not None else 0,), torch.uint8)
+    received = empty_tensor((longest,), torch.uint8, device)
     reader = Reader(None if match is None else match.identities)
     rank = dist.get_rank()
     try:
-        for round_ in _rounds(targets, readers):
-            own = None
+        for round_ in rounds:
             failure: Exception | None = None
             if rank < len(round_):
                 try:
-                    own = _read(reader, transfers[round_[rank].name], round_[rank])
+                    reader.read(
+                        [(transfers[chunk.name].box(chunk.start, chunk.spec.shape), chunk.of(own)) for chunk in round_[rank].chunks]
+                    )
                 except Exception as problem:  # whatever it is, the others must not wait for it
                     failure = problem
             _agree(failure)
-            for source, chunk in enumerate(round_):
-                target = targets[chunk.name]
-                shape = (chunk.rows, *target.before.shape[1:]) if target.before.dim() else ()
-                sent = own if own is not None and source == rank else torch.empty(shape, dtype=target.local.dtype)
-                sent = sent.to(device)
-                dist.broadcast(sent.view(-1).view(torch.uint8), src=source)
-                _put(target, chunk, sent)
+            for source, share in enumerate(round_):
+                sent = own[: share.nbytes].to(device) if source == rank else received[: share.nbytes]
+                if share.nbytes:
+                    dist.broadcast(sent, src=source)
+                for chunk in share.chunks:
+                    _put(targets[chunk.name], chunk.start, chunk.of(sent))
     finally:
         reader.close()
     with Replacement(model) as replacement:
         for name, target in targets.items():
-            every = [name, *(alias for alias, first in aliases.items() if first == name)]
+            every = list(agreed.ties[name])
             if not is_sharded(target.before):
                 replacement.put(every, target.local)
             elif _is_renewed(target):
@@ -136,7 +130,7 @@ def _targets(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, _
     failure: Exception | None = None
     try:
         targets = {name: _target(model, name, dtype) for name, dtype in dtypes.items()}
-    except Exception as problem:  # memory that one process does not get, a model that differs from the others'
+    except Exception as problem:  # memory that one process does not get
         failure = problem
     _agree(failure)
     return targets
@@ -157,41 +151,14 @@ def _registered(model: nn.Module, name: str) -> torch.Tensor:
     return tensor
 
 
-def _rounds(targets: Mapping[str, _Target], readers: int) -> Iterator[Sequence[_Chunk]]:
-    """Chunks in the order of the tensors, as many at a time as there are processes that read."""
-    pending: list[_Chunk] = []
-    for name, target in targets.items():
-        if 0 in target.before.shape:
-            continue
-        count = target.before.shape[0] if target.before.dim() else 1
-        row_bytes = target.before.numel() // count * target.local.dtype.itemsize
-        step = max(1, CHUNK_BYTES // row_bytes)
-        for start in range(0, count, step):
-            pending.append(_Chunk(name, start, min(step, count - start)))
-            if len(pending) == readers:
-                yield pending
-                pending = []
-    if pending:
-        yield pending
-
-
-def _read(reader: Reader, transfer: Transfer, chunk: _Chunk) -> torch.Tensor:
-    part = transfer.rows(chunk.start, chunk.rows) if transfer.shape else transfer
-    values = torch.empty(part.shape, dtype=transfer.dtype)
-    reader.read([(part, values)])
-    return values
-
-
-def _put(target: _Target, chunk: _Chunk, values: torch.Tensor) -> None:
-    """Copies what this process holds of the chunk."""
-    local = target.local
-    if not local.dim():
-        local.copy_(values)
-        return
-    low = max(chunk.start, target.start[0])
-    high = min(chunk.start + chunk.rows, target.start[0] + local.shape[0])
-    if low >= high or local.numel() == 0:
-        return
-    inner = tuple(slice(start, start + size) for start, size in zip(target.start[1:], local.shape[1:], strict=True))
-    rows = local[low - target.start[0] : high - target.start[0]]
-    rows.copy_(values[(slice(low - chunk.start, high - chunk.start), *inner)])
+def _put(target: _Target, start: tuple[int, ...], values: torch.Tensor) -> None:
+    """Copies what this process holds of a box of a tensor."""
+    from_values: list[slice] = []
+    to_local: list[slice] = []
+    for first, size, own_first, own_size in zip(start, values.shape, target.start, target.local.shape, strict=True):
+        low, high = max(first, own_first), min(first + size, own_first + own_size)
+        if low >= high:
+            return
+        from_values.append(slice(low - first, high - first))
+        to_local.append(slice(low - own_first, high - own_first))
+    target.local[tuple(to_local)].copy_(values[tuple(from_values)])

@@ -251,7 +251,7 @@ def load_together(
     what stays, a process holds a few MiB. Rules, dtypes and `strict` as in `load`.
 
     Raises the errors of `load`, and those of the caller's rules, in the process where they happen and `CheckpointError`, naming it, in all
-    others; no model has changed then.
+    others; `MatchError` in all of them where their models have other tensors, or they read other ones. No model has changed then.
     """
     found: Match | None = None
     error: Exception | None = None

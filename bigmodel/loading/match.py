@@ -23,7 +23,7 @@ from .location import CheckpointFile
 from .scales import ScaledEntries, packed_form, scaled_entries
 from .transfer import Computation, Transfer, lower
 
-__all__ = ["DtypeOf", "Match", "match"]
+__all__ = ["DtypeOf", "Match", "match", "model_tensors"]
 
 DtypeOf = Callable[[str, TensorSpec, torch.dtype], torch.dtype]
 """(name in the model, its shape and dtype there, dtype in the file) → the dtype that it shall have."""
@@ -130,7 +130,7 @@ def _prefix_hint(missing: Sequence[str], available: Iterable[str]) -> str:
     return ""
 
 
-def _targets(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, list[str]], list[str]]:
+def model_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, list[str]], list[str]]:
     """Tensors of the state dict by first name, all their names, and the non-persistent buffers on meta."""
     transient = get_non_persistent_buffers(model, recurse=True, fqns=True)
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
@@ -160,7 +160,7 @@ def match(
     tensor's dtype (default: the model's own). Names that one of the regular expressions `ignore_missing` or `ignore_unexpected` finds are
     not reported. Raises `MatchError` when a rule cannot be carried out; what does not fit is in the result, see `Match.check`.
     """
-    tensors, names, empty = _targets(model)
+    tensors, names, empty = model_tensors(model)
     specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     scaled = scaled_entries(checkpoint.entries, specs, rules.kept_scales if isinstance(rules, KeepsScales) else ())
     entries = scaled.entries
