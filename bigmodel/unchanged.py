@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from .interrupts import uninterrupted
 from .modules import distinct_modules
 from .protocols import Offloaded
 
@@ -28,18 +29,25 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for module, its_class, attributes, tables in modules:
-            module.__class__ = its_class
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for name, content in tables.items():
-                # The very tables that others refer to: what brings weights puts them in there.
-                table = attributes[name]
-                table.clear()
-                table.update(content)
-        for way_back in tensors:
-            way_back()
+        with uninterrupted():
+            _put_back(modules, tensors)
         raise
+
+
+def _put_back(
+    modules: Iterable[tuple[nn.Module, type[nn.Module], dict[str, Any], dict[str, dict[str, Any]]]], tensors: Iterable[Callable[[], None]]
+) -> None:
+    for module, its_class, attributes, tables in modules:
+        module.__class__ = its_class
+        module.__dict__.clear()
+        module.__dict__.update(attributes)
+        for name, content in tables.items():
+            # The very tables that others refer to: what brings weights puts them in there.
+            table = attributes[name]
+            table.clear()
+            table.update(content)
+    for way_back in tensors:
+        way_back()
 
 
 def _remembered(module: nn.Module) -> tuple[nn.Module, type[nn.Module], dict[str, Any], dict[str, dict[str, Any]]]:

@@ -60,9 +60,9 @@ class Reader:
         """Fills each tensor (contiguous, of the transfer's shape, on any device, any float dtype where the transfer's is one).
 
         Values are those of the transfer's dtype, then cast to the tensor's. Staging memory beside the tensors is at most
-        `constants.RING_BYTES`. Returns the bytes of the files that became elements. Raises `CheckpointError` when a file has changed or
-        ends early; what the tensors hold then is undefined. Who is one of several threads already reads `in_this_thread`. `fresh` tensors
-        have never been written to, so that their memory has yet to be given to the process.
+        `constants.RING_BYTES`. Returns the bytes of the files that became elements. Raises `CheckpointError` when a file has changed, also
+        meanwhile, or ends early; what the tensors hold then is undefined. Who is one of several threads already reads `in_this_thread`.
+        `fresh` tensors have never been written to, so that their memory has yet to be given to the process.
         """
         plan = plan_reads([(transfer, tensor.dtype, tensor.device.type == "cpu") for transfer, tensor in jobs])
         destinations = [tensor for _, tensor in jobs]
@@ -82,6 +82,7 @@ class Reader:
             if destination.shape != transfer.shape or not destination.is_contiguous():
                 raise ValueError(f"{transfer.target!r}: the destination must be contiguous and of shape {list(transfer.shape)}.")
         self._read_batches(plan, destinations, progress, in_this_thread=in_this_thread, fresh=fresh)
+        self.files.checked(plan.files)  # whoever wrote to one meanwhile has mixed its values
         total = plan.filled_bytes
         for number, piece, computation in plan.computed:
             total += self._compute(piece, computation, plan.transfers[number], destinations[number], progress, in_this_thread)
