@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ..errors import CheckpointError
 from .checksum import checksums_in
@@ -41,6 +41,8 @@ class Checkpoint:
     """Of all files together; the first file's word counts where they differ."""
     identities: Mapping[CheckpointFile, FileIdentity]
     """The files as they were when their headers were read."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """What is no tensor, by the name of an entry without bytes: extra states of modules in files of `torch.save`."""
 
     @classmethod
     def open(cls, where: str | os.PathLike[str], *, verify: bool | Mapping[str, str] = False, keep: bool = False) -> Checkpoint:
@@ -73,7 +75,8 @@ class Checkpoint:
         files = tuple(dict.fromkeys((*parts.files, *_all_files(entries.values()))))
         local |= {file: FileIdentity.of(file) for file in files if not isinstance(file, RemoteFile) and file not in local}
         metadata = dict(item for header in reversed(headers) for item in header.metadata.items())
-        checkpoint = cls(entries, parts.location, format_.name, files, metadata, local | remote)
+        values = {name: value for header in headers for name, value in header.values.items()}
+        checkpoint = cls(entries, parts.location, format_.name, files, metadata, local | remote, values)
         if verify:
             verify_files(files, None if isinstance(verify, bool) else verify, summed=checkpoint._summed())
         checkpoint.check_unchanged()

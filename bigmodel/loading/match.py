@@ -14,6 +14,7 @@ from torch import nn
 from ..errors import MatchError
 from ..modules import get_non_persistent_buffers, tensor_aliases
 from ..protocols import Offloaded, TensorSpec
+from ..text import kind_text
 from .checkpoint import Checkpoint
 from .checksum import checksums_in
 from .entry import Entry, FileIdentity
@@ -197,7 +198,7 @@ def match(
     for name in takers:
         source = sources.get(name) or _aliased([name], sources, checkpoint)
         if source is not None:
-            extra_states[name] = _extra_state(name, source, checkpoint.metadata, entries)
+            extra_states[name] = _extra_state(name, source, checkpoint, entries)
         else:
             (ignored if any(re.search(pattern, name) for pattern in ignore_missing) else kept).append(name)
     return Match(
@@ -224,11 +225,33 @@ def _extra_spec(name: str, entries: Mapping[str, Entry]) -> TensorSpec:
     return TensorSpec((0,), torch.uint8) if entry is None else TensorSpec(entry.shape, entry.dtype)
 
 
-def _extra_state(name: str, source: Source, metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> ExtraState:
+def _extra_state(name: str, source: Source, checkpoint: Checkpoint, entries: Mapping[str, Entry]) -> ExtraState:
     transfer = lower(source, entries, name, torch.uint8)
     dtype = next((piece.origin.dtype for piece in transfer.pieces if piece.origin.dtype is not None), torch.uint8)
-    is_text = isinstance(source, Whole) and metadata.get(source.name) == JSON_TEXT and dtype == torch.uint8
-    return ExtraState(Transfer(name, transfer.shape, dtype, transfer.pieces), is_text)
+    transfer = Transfer(name, transfer.shape, dtype, transfer.pieces)
+    if isinstance(source, Whole) and source.name in checkpoint.values:
+        value = checkpoint.values[source.name]
+        if _holds_tensors(value):
+            raise MatchError(
+                f"{checkpoint.location}: {source.name!r} is {kind_text(value)} with tensors in it, which is not read. "
+                "Fill the model by torch (load_state_dict(torch.load(...))), or let get_extra_state give a tensor or values without any."
+            )
+        return ExtraState(transfer, False, (value,))
+    is_text = isinstance(source, Whole) and checkpoint.metadata.get(source.name) == JSON_TEXT and dtype == torch.uint8
+    return ExtraState(transfer, is_text)
+
+
+def _holds_tensors(value: object) -> bool:
+    """Whether there are tensors in containers (which an archive of torch may nest deeply, but not endlessly)."""
+    waiting, seen = [value], set()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, torch.Tensor):
+            return True
+        if id(each) not in seen and isinstance(each, (list, tuple, set, frozenset, Mapping)):
+            seen.add(id(each))
+            waiting += [*each.keys(), *each.values()] if isinstance(each, Mapping) else each
+    return False
 
 
 def _aliased(names: Sequence[str], sources: Mapping[str, Source], checkpoint: Checkpoint) -> Source | None:

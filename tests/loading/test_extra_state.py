@@ -156,3 +156,34 @@ def load_in_all(folder: str) -> None:
 def test_several_processes(tmp_path: Path, processes: Callable[[int], Processes]) -> None:
     save_model(pair({"step": 7}, torch.arange(4)), tmp_path)
     processes(2).run(load_in_all, str(tmp_path))
+
+
+@pytest.mark.parametrize("value", [*PLAIN, 7, {"v": 7}, (1, (2, "x")), {1: b"bytes"}, torch.arange(3)])
+def test_whatever_plain_value_torch_has_saved_is_set(tmp_path: Path, value: Any) -> None:
+    torch.save(pair(value, None).state_dict(), tmp_path / "model.bin")
+    model = empty()
+    load_checkpoint_in_model(model, tmp_path / "model.bin", strict=True)
+    assert torch.equal(model[0].extra, value) if isinstance(value, torch.Tensor) else model[0].extra == value
+    assert type(model[0].extra) is type(value)
+    assert model[1].extra is None
+    renamed = empty()
+    load(renamed[0], Checkpoint.open(tmp_path / "model.bin"), rules=Renamed(strip_prefix="0."), ignore_unexpected=["^1"], strict=True)
+    assert type(renamed[0].extra) is type(value)
+
+
+def test_modules_do_not_share_what_a_file_holds(tmp_path: Path) -> None:
+    torch.save(pair([1]).state_dict(), tmp_path / "model.bin")
+    checkpoint = Checkpoint.open(tmp_path / "model.bin")
+    one, other = empty(), empty()
+    load(one, checkpoint)
+    one[0].extra.append(2)
+    load(other, checkpoint)
+    assert other[0].extra == [1]
+
+
+def test_tensors_within_plain_values_are_refused_by_name_where_a_module_would_get_them(tmp_path: Path) -> None:
+    torch.save(pair({"scale": [torch.ones(1)]}).state_dict(), tmp_path / "model.bin")
+    with pytest.raises(MatchError, match=r"model\.bin: '0\._extra_state' is a dict with tensors in it, which is not read"):
+        load_checkpoint_in_model(empty(), tmp_path / "model.bin")
+    plain = nn.Sequential(nn.ModuleDict({"linear": nn.Linear(2, 3)}), nn.ModuleDict({"linear": nn.Linear(2, 3)}))
+    load_checkpoint_in_model(plain, tmp_path / "model.bin")

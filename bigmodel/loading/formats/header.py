@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 from ...errors import CheckpointError, CheckpointNotFoundError
 from ..entry import Entry
@@ -46,6 +46,8 @@ class Header:
 
     entries: tuple[Entry, ...]
     metadata: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """What is no tensor and stands in the header itself, by the name of an entry without bytes: extra states of modules."""
 
 
 class Format(Protocol):

@@ -10,6 +10,8 @@ import torch
 
 from ...errors import CheckpointError
 from ...text import kind_text
+from ..entry import Entry
+from ..extra_state import is_extra_state
 from ..location import CheckpointFile
 from .header import START_BYTES, Header, foreign, read_local
 from .torch_archive import TorchArchive
@@ -31,6 +33,8 @@ class TorchZipFormat:
     def read_header(self, file: Path) -> Header:
         """Entries of the state dict in `file`, with the place of their bytes inside the archive.
 
+        Extra states of modules that are no tensors are values of the header.
+
         Raises `CheckpointError` for a truncated or compressed archive, for one that holds more than plain tensors need, for a file of
         torch before 1.6 (it says how to convert it), and for sparse or quantized tensors.
         """
@@ -44,7 +48,14 @@ class TorchZipFormat:
         if not start.startswith(ZIP_MAGIC):
             raise CheckpointError(f"{file}: {foreign(start) or _old(file)}")
         archive = TorchArchive(file, size_bytes, read, END_BYTES)
-        return Header(tuple(archive.entry(name, tensor) for name, tensor in _tensors(archive.content, file).items()))
+        entries = [archive.entry(name, tensor) for name, tensor in _tensors(archive.content, file).items()]
+        values = {
+            name: value
+            for name, value in archive.content.items()
+            if isinstance(name, str) and is_extra_state(name) and not isinstance(value, torch.Tensor)
+        }
+        entries += [Entry(name, file, 0, 0, torch.uint8, (0,)) for name in values]
+        return Header(tuple(entries), values=values)
 
 
 def _old(file: CheckpointFile) -> str:
@@ -59,7 +70,7 @@ def _tensors(content: Any, file: CheckpointFile) -> dict[str, torch.Tensor]:
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{file}: holds {kind_text(content)}, not a state dict (names → tensors).")
     tensors = {name: value for name, value in content.items() if isinstance(name, str) and isinstance(value, torch.Tensor)}
-    if not tensors and content:
+    if not tensors and not all(isinstance(name, str) and is_extra_state(name) for name in content):
         inner = [name for name, value in content.items() if isinstance(value, Mapping) and any(map(torch.is_tensor, value.values()))]
         hint = f" Its item {inner[0]!r} is one: save that alone." if inner else ""
         raise CheckpointError(f"{file}: holds no tensors at its top level, so it is no state dict.{hint}")
