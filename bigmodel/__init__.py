@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+
 # Scripts that import the package alone reach these as its attributes.
 from . import big_modeling as big_modeling
 from . import data_loader as data_loader
@@ -122,3 +125,22 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from . import accelerator as accelerator
+    from . import commands as commands
+    from . import optimizer as optimizer
+    from . import parallelism_config as parallelism_config
+    from . import scheduler as scheduler
+    from . import tracking as tracking
+else:
+    _LATER = ("accelerator", "commands", "optimizer", "parallelism_config", "scheduler", "tracking")
+    """Modules that are attributes as well, imported when somebody asks for them."""
+
+    def __getattr__(name):
+        if name in _LATER:
+            return _import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), *_LATER})

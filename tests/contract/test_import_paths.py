@@ -380,3 +380,23 @@ def test_old_module_names_resolve_to_what_dispatch_looks_up():
 def test_modules_are_attributes_of_the_package_alone() -> None:
     program = "import bigmodel; print(bigmodel.utils.get_balanced_memory, bigmodel.hooks.ModelHook, bigmodel.big_modeling.cpu_offload)"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_modules_that_are_imported_when_they_are_asked_for() -> None:
+    later = {
+        "accelerator": "Accelerator",
+        "commands": "config.default.write_basic_config",
+        "optimizer": "AcceleratedOptimizer",
+        "parallelism_config": "ParallelismConfig",
+        "scheduler": "AcceleratedScheduler",
+        "tracking": "WandBTracker",
+    }
+    for module, name in later.items():  # each in a process of its own: one may import another
+        program = (
+            "import sys, bigmodel\n"
+            f"assert 'bigmodel.{module}' not in sys.modules and {module!r} in dir(bigmodel)\n"
+            f"bigmodel.{module}.{name}\n"
+            f"assert bigmodel.{module} is sys.modules['bigmodel.{module}'] and dir(bigmodel).count({module!r}) == 1\n"
+            "assert not hasattr(bigmodel, 'nothing')\n"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True)
