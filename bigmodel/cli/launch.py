@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated
 
 import typer
@@ -10,7 +11,8 @@ from ..errors import TrainingError
 from ..training.config_file import read_launch_settings
 from ..training.enums import DistributedType
 from ..training.launchers import launch_script
-from .launch_options import refuse_sections_of_others, sections_of
+from .launch_options import notes_on_options, sections_of
+from .output import note
 
 __all__ = ["launch"]
 
@@ -37,6 +39,21 @@ def launch(
     threads: Annotated[int | None, typer.Option("--num_cpu_threads_per_process", help="Threads of torch in each process.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Compare shapes between processes before they are gathered.")] = False,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module's name.")] = False,
+    no_python: Annotated[bool, typer.Option("--no_python", help="SCRIPT is a program that is run as it is.")] = False,
+    enable_cpu_affinity: Annotated[
+        bool, typer.Option("--enable_cpu_affinity", help="Each process runs on cores near its accelerator.")
+    ] = False,
+    max_restarts: Annotated[int | None, typer.Option("--max_restarts", help="Times that all are started again after a failure.")] = None,
+    monitor_interval: Annotated[
+        float | None, typer.Option("--monitor_interval", help="Seconds between two looks at the processes.")
+    ] = None,
+    tee: Annotated[
+        str | None, typer.Option("--tee", "-t", help="Output to files, too: 1 stdout, 2 stderr, 3 both; 0:1,1:3 by rank.")
+    ] = None,
+    log_dir: Annotated[str | None, typer.Option("--log_dir", help="Folder for these files.")] = None,
+    role: Annotated[str | None, typer.Option("--role", help="Name of the processes, for torchrun.")] = None,
+    rdzv_conf: Annotated[str | None, typer.Option("--rdzv_conf", help="More on how machines meet: timeout=900,…")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Leave out what torchrun says of processes that fail.")] = False,
 ) -> None:
     """Runs a script in several processes, on one machine or several; without --num_processes and a config file in one for each accelerator.
 
@@ -49,6 +66,8 @@ def launch(
         DistributedType.DEEPSPEED: use_deepspeed,
         DistributedType.MEGATRON_LM: use_megatron_lm,
     }
+    if module and no_python:
+        raise TrainingError("--module and --no_python: a program is no module; give one of them.")
     engines = [engine.value for engine, chosen in wanted.items() if chosen]
     if len(engines) > 1:
         raise TrainingError(f"{' and '.join(engines)} cannot train one model together: choose one.")
@@ -64,8 +83,24 @@ def launch(
         "rdzv_backend": rdzv_backend,
         "use_cpu": cpu or None,
         "debug": debug or None,
+        "enable_cpu_affinity": enable_cpu_affinity or None,
         **sections_of(context),
     }
     settings = read_launch_settings(config_file, {key: value for key, value in given.items() if value is not None})
-    refuse_sections_of_others(settings, sections_of(context))
-    launch_script(settings, command, module=module, threads=threads)
+    for each in notes_on_options(context, settings):
+        note(each)
+    options = {
+        "max-restarts": max_restarts,
+        "monitor-interval": monitor_interval,
+        "tee": tee,
+        "log-dir": log_dir,
+        "role": role,
+        "rdzv-conf": rdzv_conf,
+    }
+    torchrun = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    if quiet:
+        logging.disable()  # in this process, which only starts others
+    try:
+        launch_script(settings, command, module=module, no_python=no_python, torchrun=torchrun, threads=threads)
+    finally:
+        logging.disable(logging.NOTSET)

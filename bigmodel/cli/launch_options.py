@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final
 
 import typer
@@ -12,11 +12,12 @@ from ..errors import TrainingError
 from ..training.config_file import LaunchSettings
 from ..training.enums import DistributedType
 
-__all__ = ["LaunchCommand", "refuse_sections_of_others", "sections_of"]
+__all__ = ["LaunchCommand", "notes_on_options", "sections_of"]
 
 SECTIONS: Final = {
     "fsdp_config": (
         "fsdp_activation_checkpointing",
+        "fsdp_activation_checkpointing_offload",
         "fsdp_auto_wrap_policy",
         "fsdp_backward_prefetch",
         "fsdp_cpu_ram_efficient_loading",
@@ -33,7 +34,11 @@ SECTIONS: Final = {
     ),
     "deepspeed_config": (
         "deepspeed_config_file",
+        "deepspeed_exclusion_filter",
+        "deepspeed_hostfile",
+        "deepspeed_inclusion_filter",
         "deepspeed_moe_layer_cls_names",
+        "deepspeed_multinode_launcher",
         "gradient_accumulation_steps",
         "gradient_clipping",
         "offload_optimizer_device",
@@ -58,8 +63,17 @@ ENGINES: Final = {
 }
 """Whose settings a section holds, and the option that trains with it."""
 
+REFUSED: Final = ("megatron_lm_config",)
+"""Sections without which another batch would be trained: the number of copies of the model follows from them."""
+
+WITHOUT_EFFECT: Final = {"downcast_bf16": False, "env": True, "main_training_function": True, "same_network": False}
+"""Options of TPU jobs that scripts pass on any machine, and whether a value follows."""
+
+FOR_TPUS: Final = ("tpu", "tpu_cluster", "tpu_use_sudo", "vm")
+
 SECTION_OF: Final = {key: section for section, keys in SECTIONS.items() for key in keys}
 GIVEN: Final = f"{__name__}.given"
+UNUSED: Final = f"{__name__}.unused"
 
 
 class LaunchCommand(TyperCommand):
@@ -68,6 +82,7 @@ class LaunchCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         sections: dict[str, dict[str, str]] = {}
         plain: list[str] = []
+        unused: dict[str, None] = {}
         words = iter(args)
         for word in words:
             if not word.startswith("-") or word == "--":  # the script
@@ -79,11 +94,18 @@ class LaunchCommand(TyperCommand):
             if section is not None:
                 sections.setdefault(section, {})[key] = value if equals else "true" if key in FLAGS else _value(words, name)
                 continue
+            if key in FOR_TPUS:
+                raise TrainingError(f"--{key}: bigmodel launch starts no jobs on TPUs.")
+            if key in WITHOUT_EFFECT:
+                unused[f"--{key}"] = None
+                if WITHOUT_EFFECT[key] and not equals:
+                    _value(words, name)
+                continue
             option = self._option(name if name.count("-") == 1 else f"--{key}")
             plain.append(word if option is None else f"{option}{equals}{value}")
             if option is not None and option in self._with_values() and not equals:
                 plain += [_value(words, name)]
-        ctx.meta[GIVEN] = sections
+        ctx.meta.update({GIVEN: sections, UNUSED: list(unused)})
         return super().parse_args(ctx, plain)
 
     def _option(self, name: str) -> str | None:
@@ -99,12 +121,25 @@ def sections_of(context: typer.Context) -> dict[str, dict[str, Any]]:
     return found
 
 
-def refuse_sections_of_others(settings: LaunchSettings, sections: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises `TrainingError` where options were given that nothing in this job reads."""
+def notes_on_options(context: typer.Context, settings: LaunchSettings) -> list[str]:
+    """What to say of options that were given and change nothing in this job.
+
+    Raises `TrainingError` where the job would train something else without them.
+    """
+    notes: list[str] = []
+    if unused := context.meta.get(UNUSED):
+        notes.append(f"{', '.join(unused)}: {'changes' if len(unused) == 1 else 'change'} nothing here.")
     for section, (engine, option) in ENGINES.items():
-        if section in sections and settings.distributed_type != engine:
-            given = ", ".join(f"--{key}" for key in sections[section])
-            raise TrainingError(f"{given}: settings of {engine}, which this job does not train with: add {option}.")
+        given = sections_of(context).get(section, {})
+        if not given or settings.distributed_type == engine:
+            continue
+        others = f"{', '.join(f'--{key}' for key in given)}: settings of {engine}, which this job does not train with"
+        if section in REFUSED:
+            raise TrainingError(f"{others}: add {option}.")
+        notes.append(f"{others}; they change nothing without {option}.")
+    if settings.use_cpu and settings.gpu_ids not in (None, "all"):
+        notes.append("gpu_ids: changes nothing where the CPU computes.")
+    return notes
 
 
 def _value(words: Iterator[str], option: str) -> str:

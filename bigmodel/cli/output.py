@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..text import printable
 
-__all__ = ["console", "counted", "fail", "print_json"]
+__all__ = ["console", "counted", "fail", "note", "print_json"]
 
 console = Console(markup=False, emoji=False)
 """Prints tables. Names and paths are not ours: `[red]` or `:tada:` in one is text, not a style."""
@@ -25,6 +25,11 @@ def print_json(data: Any) -> None:
 def counted(number: int, thing: str) -> str:
     """`1 file`, `2 files`."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def note(message: str) -> None:
+    """The message on stderr."""
+    Console(stderr=True).print(Text.assemble(("Note:", "bold yellow"), " ", printable(message)), soft_wrap=True)
 
 
 def fail(message: str, code: int = 1) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -56,16 +57,25 @@ def torchrun_arguments(settings: LaunchSettings) -> list[str]:
     return [*arguments, f"--rdzv-backend={settings.rdzv_backend}", f"--rdzv-endpoint={address}:{port}"]
 
 
-def launch_script(settings: LaunchSettings, command: Sequence[str], *, module: bool = False, threads: int | None = None) -> None:
+def launch_script(
+    settings: LaunchSettings,
+    command: Sequence[str],
+    *,
+    module: bool = False,
+    no_python: bool = False,
+    torchrun: Sequence[str] = (),
+    threads: int | None = None,
+) -> None:
     """Runs a script with its arguments in the processes of this machine, and returns when all have ended well.
 
     Args:
         settings: how many processes, and what they find in their environment.
-        command: the script, or with `module` a module's name, and its arguments.
+        command: the script, or with `module` a module's name, or with `no_python` a program, and its arguments.
+        torchrun: further options of torchrun, which then starts one process alone too.
         threads: of torch in each process; None: the cores shared evenly where they compute, else torch's choice.
 
     Raises:
-        TrainingError: a process failed, the port is taken, or `gpu_ids` on a machine whose accelerators cannot be chosen.
+        TrainingError: a process failed, the port is taken, no such program, or `gpu_ids` on a machine whose accelerators cannot be chosen.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -73,6 +83,8 @@ def launch_script(settings: LaunchSettings, command: Sequence[str], *, module: b
 
     if settings.machine_rank == 0 and settings.main_process_port:
         _refuse_taken_port(settings.main_process_port)
+    if no_python and shutil.which(command[0]) is None:
+        raise TrainingError(f"{command[0]}: there is no such program.")
     variables = launch_environment(settings) | _chosen_devices(settings)
     on_cpu = settings.use_cpu or accelerator_type() is None
     if threads is None and on_cpu:
@@ -80,13 +92,15 @@ def launch_script(settings: LaunchSettings, command: Sequence[str], *, module: b
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
     with patch_environment(**variables):
-        if settings.num_processes == 1 and settings.distributed_type not in ENGINES:
-            code = subprocess.run([sys.executable, *(["-m"] if module else []), *command]).returncode
+        if settings.num_processes == 1 and settings.distributed_type not in ENGINES and not torchrun:
+            python = [] if no_python else [sys.executable, "-m"] if module else [sys.executable]
+            code = subprocess.run([*python, *command]).returncode
             if code:
                 raise TrainingError(f"{command[0]} ended with exit code {code}; its own output says why.")
             return
         try:
-            run(parse_args([*torchrun_arguments(settings), *(["--module"] if module else []), *command]))
+            kind = ["--no-python"] if no_python else ["--module"] if module else []
+            run(parse_args([*torchrun_arguments(settings), *torchrun, *kind, *command]))
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             raise TrainingError(f"The process of rank {rank} ended with exit code {failure.exitcode}; its own output says why.") from error
@@ -95,9 +109,9 @@ def launch_script(settings: LaunchSettings, command: Sequence[str], *, module: b
 
 
 def _chosen_devices(settings: LaunchSettings) -> dict[str, str]:
-    if settings.gpu_ids in (None, "all"):
-        return {}
     variable = visibility_variable()
+    if settings.gpu_ids in (None, "all") or (settings.use_cpu and variable is None):
+        return {}
     if variable is None:
         raise TrainingError(f"gpu_ids={settings.gpu_ids!r}: no accelerators that could be chosen from: {machine_text()}.")
     return {variable: str(settings.gpu_ids)}

@@ -36,7 +36,7 @@ def test_keys_of_sections_are_options(launched: list[Any]) -> None:
     )
     settings, command, more = launched.pop()
     assert command == ["train.py", "--fsdp_version", "1"]
-    assert more == {"module": False, "threads": None}
+    assert more == {"module": False, "no_python": False, "torchrun": [], "threads": None}
     assert settings.distributed_type == "FSDP"
     assert settings.num_processes == 2
     assert settings.fsdp_config == {"fsdp_version": "2", "fsdp_reshard_after_forward": "false"}
@@ -75,8 +75,12 @@ def test_options_come_before_keys_of_the_file_one_by_one(launched: list[Any], tm
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--fsdp_version", "2", "train.py"], "--fsdp_version: settings of FSDP, which this job does not train with: add --use_fsdp"),
-    (["--zero_stage", "2", "--use_fsdp", "train.py"], "--zero_stage: settings of DEEPSPEED, .*: add --use_deepspeed"),
+    (["--megatron_lm_tp_degree", "2", "train.py"],
+     "--megatron_lm_tp_degree: settings of MEGATRON_LM, which this job does not train with: add --use_megatron_lm"),
+    (["--tpu", "train.py"], "--tpu: bigmodel launch starts no jobs on TPUs"),
+    (["--deepspeed_multinode_launcher", "pdsh", "--tpu_cluster", "train.py"], "--tpu_cluster: bigmodel launch starts no jobs on TPUs"),
+    (["--module", "--no_python", "train"], "--module and --no_python: a program is no module"),
+    (["--max_restarts", "often", "train.py"], "Invalid value for '--max_restarts'"),
     (["--multi_gpu", "--use_fsdp", "train.py"], "MULTI_GPU and FSDP cannot train one model together"),
     (["--fsdp_versoin", "2", "train.py"], "No such option: --fsdp_versoin"),
     (["--zero_stage"], "Option '--zero_stage' requires an argument"),
@@ -85,6 +89,45 @@ def test_options_come_before_keys_of_the_file_one_by_one(launched: list[Any], tm
 def test_options_that_nothing_reads_are_refused(words: list[str], message: str, launched: list[Any]) -> None:
     told = re.sub(r"[\s│]+", " ", run(*words))
     assert re.search(message, told), told
+    assert not launched
+
+
+@pytest.mark.parametrize(("words", "note"), [
+    (["--fsdp_version", "2"],
+     "--fsdp_version: settings of FSDP, which this job does not train with; they change nothing without --use_fsdp."),
+    (["--use_fsdp", "--zero_stage", "2", "--gradient_clipping=1.0"],
+     "--zero_stage, --gradient_clipping: settings of DEEPSPEED, which this job does not train with; they change nothing without "
+     "--use_deepspeed."),
+    (["--downcast_bf16"], "--downcast_bf16: changes nothing here."),
+    (["--same-network", "--main_training_function", "main", "--env", "A=1", "--env=B=2"],
+     "--same_network, --main_training_function, --env: change nothing here."),
+    (["--gpu_ids", "0", "--cpu"], "gpu_ids: changes nothing where the CPU computes."),
+    (["--cpu"], ""),
+])  # fmt: skip
+def test_options_that_change_no_result_are_told_and_the_job_runs(words: list[str], note: str, launched: list[Any]) -> None:
+    result = CliRunner().invoke(app, ["launch", *words, "train.py", "--zero_stage", "1"])
+    assert result.exit_code == 0, result.output
+    assert result.stderr == (f"Note: {note}\n" if note else "")
+    assert launched.pop()[1] == ["train.py", "--zero_stage", "1"]
+
+
+def test_torchruns_options_are_handed_on(launched: list[Any]) -> None:
+    words = ["--max_restarts", "3", "--monitor-interval=0.5", "-t", "3", "--log_dir", "logs", "--role=trainer", "--rdzv_conf", "timeout=9"]
+    assert not run(*words, "train.py", "--max_restarts", "1")
+    _, command, more = launched.pop()
+    assert command == ["train.py", "--max_restarts", "1"]
+    assert more["torchrun"] == [
+        "--max-restarts=3", "--monitor-interval=0.5", "--tee=3", "--log-dir=logs", "--role=trainer", "--rdzv-conf=timeout=9",
+    ]  # fmt: skip
+    assert not run("--no_python", "--enable_cpu_affinity", "-q", "./train.sh", "-q")
+    settings, command, more = launched.pop()
+    assert command == ["./train.sh", "-q"]
+    assert more["no_python"]
+    assert settings.enable_cpu_affinity
+    for word in ("-h", "--help"):
+        help_of_launch = CliRunner().invoke(app, ["launch", word])
+        assert help_of_launch.exit_code == 0
+        assert "--num_processes" in help_of_launch.stdout
     assert not launched
 
 

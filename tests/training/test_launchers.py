@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -115,6 +116,47 @@ def test_accelerators_are_chosen_by_their_drivers_variable(monkeypatch: pytest.M
     monkeypatch.setattr(launchers, "visibility_variable", lambda: "SIM_VISIBLE_DEVICES")
     assert launchers._chosen_devices(LaunchSettings(gpu_ids="0,1")) == {"SIM_VISIBLE_DEVICES": "0,1"}
     assert launchers._chosen_devices(LaunchSettings(gpu_ids="all")) == {}
+
+
+def test_on_the_cpu_there_are_no_accelerators_to_choose() -> None:
+    assert launchers._chosen_devices(LaunchSettings(gpu_ids="0", use_cpu=True)) == {}
+
+
+def test_processes_that_fail_are_started_again_and_their_output_goes_to_files(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\n"
+        "file = f'{sys.argv[1]}/{os.environ[\"RANK\"]}.tries'\n"
+        "tries = len(open(file).read()) if os.path.exists(file) else 0\n"
+        "open(file, 'a').write('x')\n"
+        "print('try', tries)\n"
+        "sys.exit(tries == 0)\n"
+    )
+    options = ["--cpu", "--max_restarts", 1, "--monitor_interval", 0.05, "--tee", 3, "--log_dir", tmp_path / "logs"]
+    for count in (2, 1):
+        for file in tmp_path.glob("*.tries"):
+            file.unlink()
+        code, output = finished(start("--num_processes", count, *options, script, tmp_path, tmp_path))
+        assert code == 0, output
+        assert {file.name: file.read_text() for file in tmp_path.glob("*.tries")} == {f"{rank}.tries": "xx" for rank in range(count)}
+        assert f"[default{count - 1}]:try 1" in output
+    assert sorted(file.read_text() for file in (tmp_path / "logs").rglob("stdout.log")) == ["try 0\n"] * 3 + ["try 1\n"] * 3
+
+
+def test_a_program_that_is_not_pythons_runs_and_torchrun_is_quiet_when_told(tmp_path: Path) -> None:
+    program = tmp_path / "train.sh"
+    program.write_text('#!/bin/sh\necho "$1 of ${RANK:-none}" > "$2/${RANK:-none}.txt"\nexit ${FAIL:-0}\n')
+    program.chmod(0o755)
+    code, output = finished(start("--num_processes", 2, "--cpu", "--no_python", program, "word", tmp_path, tmp_path))
+    assert code == 0, output
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == ["word of 0\n", "word of 1\n"]
+    launch_script(LaunchSettings(use_cpu=True), [str(program), "word", str(tmp_path)], no_python=True)
+    assert (tmp_path / "none.txt").read_text() == "word of none\n"
+    code, output = finished(start("--num_processes", 2, "--cpu", "-q", "--no_python", program, "word", tmp_path, tmp_path, FAIL="5"))
+    assert code == 1
+    assert re.fullmatch(r"Error: The process of rank \d ended with exit code 5; its own output says why\.\n", output), output
+    with pytest.raises(TrainingError, match=r"nowhere\.sh: there is no such program"):
+        launch_script(LaunchSettings(num_processes=2), ["nowhere.sh"], no_python=True)
 
 
 NOTEBOOK = """
