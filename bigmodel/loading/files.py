@@ -10,7 +10,7 @@ from typing import Final
 
 from ..errors import CheckpointError, CheckpointNotFoundError
 from .entry import FileIdentity
-from .location import CheckpointFile, RemoteFile
+from .location import CheckpointFile, RemoteFile, working_folder
 
 __all__ = ["OpenFiles", "read_scattered"]
 
@@ -59,6 +59,8 @@ class OpenFiles:
 
     def __init__(self, identities: Mapping[CheckpointFile, FileIdentity] | None = None) -> None:
         self._identities = dict(identities or {})
+        self._here = working_folder()
+        """Where relative paths begin, also when the program has gone elsewhere before it reads."""
         self._descriptors: dict[CheckpointFile, int] = {}
         self._past_cache: dict[CheckpointFile, int] = {}
         self._refused: set[CheckpointFile] = set()
@@ -82,7 +84,7 @@ class OpenFiles:
             if file not in self._descriptors:
                 assert not isinstance(file, RemoteFile), file
                 try:
-                    self._descriptors[file] = os.open(file, OPENED)
+                    self._descriptors[file] = os.open(self._here / file, OPENED)
                 except FileNotFoundError as error:
                     raise CheckpointNotFoundError(f"{file}: the file is gone since the checkpoint was opened.") from error
                 except OSError as error:
@@ -97,7 +99,7 @@ class OpenFiles:
             if file not in self._past_cache:
                 assert not isinstance(file, RemoteFile), file
                 try:
-                    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                    descriptor = os.open(self._here / file, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
                 except OSError:
                     self._refused.add(file)
                     return None

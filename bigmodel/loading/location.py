@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from ..errors import CheckpointError
 
-__all__ = ["CachePlace", "CheckpointFile", "HubRepository", "RemoteFile", "located"]
+__all__ = ["CachePlace", "CheckpointFile", "HubRepository", "RemoteFile", "located", "working_folder"]
 
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 """Schemes have two letters at least: `C://` is a drive."""
@@ -99,3 +99,11 @@ def located(where: str | os.PathLike[str]) -> Path | RemoteFile | HubRepository:
         return RemoteFile(where)
     found = _HUB_NAME.fullmatch(where)
     return Path(where) if found is None else HubRepository(found[1], found[2])
+
+
+def working_folder() -> Path:
+    """Where relative paths begin now: kept by what reads later, when the program may have gone elsewhere. Empty where it is no more."""
+    try:
+        return Path.cwd()
+    except OSError:
+        return Path()

@@ -25,6 +25,7 @@ from .checkpoint import Checkpoint
 from .dtypes import as_dtype
 from .host_memory import empty_host_tensor
 from .keys import Whole
+from .location import working_folder
 from .reader import Reader
 from .transfer import lower
 
@@ -166,7 +167,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             raise ValueError("Nothing to load weights from: give a `state_dict`, a `save_folder` or an `index`.")
         self.state_dict = {} if state_dict is None else state_dict
         self.save_folder = save_folder
-        self._folder_of_files = Path(save_folder) if index is None and save_folder is not None else None
+        # The program may go elsewhere before it reads.
+        self._here = working_folder()
+        self._folder = None if save_folder is None else self._here / save_folder
+        self._names_beside = index is None
         self.index: Mapping[str, Mapping[str, Any]] = (
             index if index is not None else {} if save_folder is None else read_offload_index(save_folder)
         )
@@ -181,9 +185,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         info = self.index[key]
         file = info.get("safetensors_file") or info.get("torch_file")
         if file is None:
-            if self.save_folder is None:
+            if self._folder is None:
                 raise CheckpointError(f"{key!r} rests in a raw file, but no `save_folder` was given.")
-            return load_offloaded_weight(_data_file(self.save_folder, key), info)
+            return load_offloaded_weight(_data_file(self._folder, key), info)
         return self._from_checkpoint(self._place(file), info.get("weight_name", key), info.get("dtype"))
 
     def _place(self, file: str) -> Path | str:
@@ -191,15 +195,15 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         path = Path(file)
         if "://" in file:
             return file
-        if self._folder_of_files is None or path.is_absolute():
-            return path
+        if self._folder is None or not self._names_beside or path.is_absolute():
+            return self._here / path
         if ".." in path.parts:
             raise CheckpointError(
-                f"{self._folder_of_files / OFFLOAD_INDEX_NAME}: names the file {file!r} outside its folder. Write its whole path there."
+                f"{self._folder / OFFLOAD_INDEX_NAME}: names the file {file!r} outside its folder. Write its whole path there."
             )
-        beside = self._folder_of_files / path
+        beside = self._folder / path
         # Other libraries write the names that they were given, which were looked for where the program ran.
-        return path if path.is_file() and not beside.is_file() else beside
+        return self._here / path if (self._here / path).is_file() and not beside.is_file() else beside
 
     def _from_checkpoint(self, file: Path | str, name: str, dtype: str | None) -> torch.Tensor:
         with self._lock:
