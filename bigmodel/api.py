@@ -6,7 +6,7 @@ Start reading at `load_and_dispatch`; the other functions are ways into it, or i
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +78,12 @@ def load_and_dispatch(
     dtype: torch.dtype | str | None = None,
     rules: KeyRules | None = None,
     dtype_of: DtypeOf | None = None,
-    ignore_missing: Sequence[str] = (),
-    ignore_unexpected: Sequence[str] = (),
+    ignore_missing: str | Collection[str] = (),
+    ignore_unexpected: str | Collection[str] = (),
     strict: bool = False,
     offload_buffers: bool = False,
     skip_keys: str | Collection[str] | None = None,
-    preload_module_classes: Collection[str] | None = None,
+    preload_module_classes: str | Collection[str] | None = None,
     force_hooks: bool = False,
     quantization: Any = None,
     packed_cache: bool | str | Path | None = None,
@@ -189,7 +189,7 @@ def load_checkpoint_and_dispatch(
     dtype: torch.dtype | str | None = None,
     offload_state_dict: bool | None = None,
     skip_keys: str | Collection[str] | None = None,
-    preload_module_classes: Collection[str] | None = None,
+    preload_module_classes: str | Collection[str] | None = None,
     force_hooks: bool = False,
     strict: bool = False,
     full_state_dict: bool = True,
@@ -253,7 +253,7 @@ def dispatch_model(
     offload_index: Mapping[str, Mapping[str, Any]] | None = None,
     offload_buffers: bool = False,
     skip_keys: str | Collection[str] | None = None,
-    preload_module_classes: Collection[str] | None = None,
+    preload_module_classes: str | Collection[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
     """Makes a loaded model run under `device_map`: what is mapped to "cpu" or "disk" is brought to `main_device` when it is needed.
@@ -295,7 +295,7 @@ def cpu_offload(
     execution_device: int | str | torch.device | None = None,
     offload_buffers: bool = False,
     state_dict: Mapping[str, torch.Tensor] | None = None,
-    preload_module_classes: Collection[str] | None = None,
+    preload_module_classes: str | Collection[str] | None = None,
 ) -> nn.Module:
     """Lets every weight of `model` rest in RAM and come to `execution_device` (by default the first parameter's) when it is needed."""
     device = as_device(execution_device) if execution_device is not None else _execution_device(model)
@@ -314,7 +314,7 @@ def disk_offload(
     offload_dir: str | Path,
     execution_device: int | str | torch.device | None = None,
     offload_buffers: bool = False,
-    preload_module_classes: Collection[str] | None = None,
+    preload_module_classes: str | Collection[str] | None = None,
 ) -> nn.Module:
     """Lets every weight of `model` rest in `offload_dir` and come to `execution_device` (that of the first parameter) when it is needed.
 
@@ -374,7 +374,7 @@ def _dispatch_or_move(
     *,
     store: Store | None,
     skip_keys: str | Collection[str] | None,
-    preload_module_classes: Collection[str] | None,
+    preload_module_classes: str | Collection[str] | None,
     no_split_module_classes: str | Collection[str] | None,
     force_hooks: bool,
 ) -> nn.Module:
@@ -399,7 +399,7 @@ def _dispatch_or_move(
 
 
 def _offload_everything(
-    model: nn.Module, device: torch.device, store: Store, offload_buffers: bool, preload_module_classes: Collection[str] | None
+    model: nn.Module, device: torch.device, store: Store, offload_buffers: bool, preload_module_classes: str | Collection[str] | None
 ) -> nn.Module:
     return dispatch(
         model,

@@ -221,7 +221,7 @@ def quantization_report(model: nn.Module, checkpoint: str | Path | None = None, 
 def replace_with_bnb_layers(
     model: nn.Module,
     bnb_quantization_config: Any,
-    modules_to_not_convert: Collection[str] | None = None,
+    modules_to_not_convert: str | Collection[str] | None = None,
     current_key_name: Collection[str] | None = None,
 ) -> nn.Module:
     """See `bigmodel.quantization.replace_with_bnb_layers`. Raises `QuantizationError` for a model that is dispatched, too."""

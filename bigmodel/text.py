@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from .constants import GiB, KiB, MiB
 
-__all__ = ["bytes_text", "first_repeated", "kind_text", "names_text", "printable"]
+__all__ = ["bytes_text", "first_repeated", "kind_text", "listed", "names_text", "printable"]
 
 
 def bytes_text(nbytes: int | None, *, short: bool = False) -> str:
@@ -36,6 +36,11 @@ def kind_text(thing: object) -> str:
     name = thing.__name__ if isinstance(thing, type) else type(thing).__name__
     spelled = len(name) > 1 and name[:2].isupper()
     return f"{'an' if name[0] in ('AEFHILMNORSX' if spelled else 'AEIOaeio') else 'a'} {name}"
+
+
+def listed(names: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Names as somebody gave them: a string is one name (and not its letters), None is none."""
+    return (names,) if isinstance(names, str) else tuple(names or ())
 
 
 def names_text(names: Iterable[str]) -> str:

@@ -386,3 +386,11 @@ def test_folders_that_cannot_be_written_leave_the_model_as_it_was(plain: Tied, t
         assert str(caught.value).startswith(f"{folder}: ")
     assert not any(parameter.is_meta for parameter in plain.parameters())
     assert (tmp_path / "file").read_bytes() == b"mine"
+
+
+def test_one_class_to_preload_may_be_a_string(plain: Tied, tmp_path: Path) -> None:
+    for classes in ("Block", ["Block"]):
+        model = bigmodel.cpu_offload(copy.deepcopy(plain), preload_module_classes=classes)
+        named = {name for name, module in model.named_modules() if getattr(module, "_hf_hook", None) is not None}
+        assert "blocks.0" in named
+        assert not [name for name in named if name.startswith("blocks.0.")]

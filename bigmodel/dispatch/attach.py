@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ..text import listed
 from .align import AlignDevicesHook
 from .cut import registered_tensors
 from .hooks import add_hook_to_module
@@ -21,13 +22,13 @@ def attach_execution_device_hook(
     module: nn.Module,
     execution_device: Any,
     skip_keys: str | Collection[str] | None = None,
-    preload_module_classes: Collection[str] | None = None,
+    preload_module_classes: str | Collection[str] | None = None,
     tied_params_map: dict[int, dict[Any, torch.Tensor]] | None = None,
 ) -> None:
     """Makes every module that holds tensors and has no hook yet run on `execution_device`; below preloaded classes nothing is added."""
     if not hasattr(module, "_hf_hook") and len(module.state_dict()) > 0:
         add_hook_to_module(module, AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map))
-    if preload_module_classes is not None and type(module).__name__ in preload_module_classes:
+    if type(module).__name__ in listed(preload_module_classes):
         return
     for child in module.children():
         attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
@@ -41,7 +42,7 @@ def attach_align_device_hook(
     offload_buffers: bool = False,
     module_name: str = "",
     skip_keys: str | Collection[str] | None = None,
-    preload_module_classes: Collection[str] | None = None,
+    preload_module_classes: str | Collection[str] | None = None,
     tied_params_map: dict[int, dict[Any, torch.Tensor]] | None = None,
 ) -> None:
     """Adds an `AlignDevicesHook` to every module, from `module` down, that holds tensors of its own.
@@ -66,9 +67,9 @@ def attach_align_device_hook(
 
 
 def _parts(
-    module: nn.Module, name: str, offload: bool, preload_module_classes: Collection[str] | None
+    module: nn.Module, name: str, offload: bool, preload_module_classes: str | Collection[str] | None
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    preloaded = offload and preload_module_classes is not None and type(module).__name__ in preload_module_classes
+    preloaded = offload and type(module).__name__ in listed(preload_module_classes)
     if preloaded or any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
         yield name, module, preloaded
     if not preloaded:
@@ -84,7 +85,7 @@ def attach_align_device_hook_on_blocks(
     offload_buffers: bool = False,
     module_name: str = "",
     skip_keys: str | Collection[str] | None = None,
-    preload_module_classes: Collection[str] | None = None,
+    preload_module_classes: str | Collection[str] | None = None,
     tied_params_map: dict[int, dict[Any, torch.Tensor]] | None = None,
 ) -> None:
     """Hooks blocks: `execution_device` and `offload` are one value for the whole module, or mappings from names of blocks to values.

@@ -12,6 +12,7 @@ from ..device_map import covering_entry
 from ..devices import DeviceKey, as_device
 from ..errors import DispatchError
 from ..modules import READ_THEIR_CHILDREN, find_blocks, reads_rows_only, runs_itself
+from ..text import listed
 from .layout import Owner
 
 __all__ = ["Cut", "Registered", "ancestors", "cut", "distinct_owners", "registered_tensors"]
@@ -216,11 +217,11 @@ def cut(
     main_device: torch.device,
     *,
     no_split_module_classes: Collection[str] | str | None = None,
-    preload_module_classes: Collection[str] | None = None,
+    preload_module_classes: str | Collection[str] | None = None,
 ) -> Cut:
     """Applies the map to the model. Nothing is changed. Raises `DispatchError` for a parameter that no entry covers."""
     blocks = find_blocks(model, no_split_module_classes)
-    classes = set(preload_module_classes or ())
+    classes = set(listed(preload_module_classes))
     preloaded = {name for name, module in model.named_modules() if type(module).__name__ in classes}
     atoms = {name for name, module in model.named_modules() if isinstance(module, READ_THEIR_CHILDREN)}
     units = {*blocks, *atoms, *preloaded}

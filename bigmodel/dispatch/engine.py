@@ -77,7 +77,7 @@ def dispatch(
     store: Store | None = None,
     offload_buffers: bool = False,
     skip_keys: str | Collection[str] | None = None,
-    preload_module_classes: Collection[str] | None = None,
+    preload_module_classes: str | Collection[str] | None = None,
     no_split_module_classes: Collection[str] | str | None = None,
     force_hooks: bool = False,
     prefetch: bool = True,

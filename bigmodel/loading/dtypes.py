@@ -8,6 +8,7 @@ import torch
 
 from ..errors import PlanError
 from ..protocols import TensorSpec
+from ..text import listed
 from .match import DtypeOf
 
 __all__ = ["as_dtype", "dtype_rule"]
@@ -21,7 +22,7 @@ def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
     return found
 
 
-def dtype_rule(dtype: torch.dtype | str | None, keep_in_fp32_modules: Collection[str] | None = None) -> DtypeOf | None:
+def dtype_rule(dtype: torch.dtype | str | None, keep_in_fp32_modules: str | Collection[str] | None = None) -> DtypeOf | None:
     """What `match` takes as `dtype_of`: floating tensors get `dtype`, others keep the model's own; None where `dtype` is None.
 
     With float16, tensors that have one of `keep_in_fp32_modules` among the components of their name stay in float32.
@@ -29,7 +30,7 @@ def dtype_rule(dtype: torch.dtype | str | None, keep_in_fp32_modules: Collection
     if dtype is None:
         return None
     wanted = as_dtype(dtype)
-    kept = set(keep_in_fp32_modules or ()) if wanted == torch.float16 else set()
+    kept = set(listed(keep_in_fp32_modules)) if wanted == torch.float16 else set()
 
     def rule(name: str, spec: TensorSpec, in_file: torch.dtype) -> torch.dtype:
         if not spec.dtype.is_floating_point:

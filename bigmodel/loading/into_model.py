@@ -51,8 +51,8 @@ def load(
     *,
     rules: KeyRules | None = None,
     dtype_of: DtypeOf | None = None,
-    ignore_missing: Collection[str] = (),
-    ignore_unexpected: Collection[str] = (),
+    ignore_missing: str | Collection[str] = (),
+    ignore_unexpected: str | Collection[str] = (),
     strict: bool = False,
     offload_buffers: bool = False,
     packer: Packer | None = None,
@@ -68,9 +68,7 @@ def load(
 
     Entries that fill nothing are a warning. No file is written.
     """
-    found = match(
-        model, checkpoint, rules, dtype_of=dtype_of, ignore_missing=list(ignore_missing), ignore_unexpected=list(ignore_unexpected)
-    )
+    found = match(model, checkpoint, rules, dtype_of=dtype_of, ignore_missing=ignore_missing, ignore_unexpected=ignore_unexpected)
     found.check(strict=strict)
     _report_unexpected(model, found)
     return materialize(
@@ -109,7 +107,7 @@ def load_checkpoint_in_model(
     dtype: torch.dtype | str | None = None,
     offload_state_dict: bool = False,
     offload_buffers: bool = False,
-    keep_in_fp32_modules: Collection[str] | None = None,
+    keep_in_fp32_modules: str | Collection[str] | None = None,
     offload_8bit_bnb: bool = False,
     strict: bool = False,
     full_state_dict: bool = True,

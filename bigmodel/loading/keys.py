@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from ..errors import PlanError
 from ..protocols import TensorSpec
 from .entry import Entry
 
@@ -113,7 +114,10 @@ class Renamed:
         """The name in the model of the entry `name`."""
         name = name.removeprefix(self.strip_prefix)
         for pattern, replacement in self.rules:
-            name = re.sub(pattern, replacement, name)
+            try:
+                name = re.sub(pattern, replacement, name)
+            except re.error as error:
+                raise PlanError(f"The rule {pattern!r} → {replacement!r} is none that re.sub takes ({error}).") from error
         return self.add_prefix + name
 
     def sources(self, entries: Mapping[str, Entry], targets: Mapping[str, TensorSpec]) -> tuple[dict[str, Source], list[str]]:

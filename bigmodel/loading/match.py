@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import nn
 
-from ..errors import MatchError
+from ..errors import MatchError, PlanError
 from ..modules import get_non_persistent_buffers, tensor_aliases
 from ..protocols import Offloaded, TensorSpec
-from ..text import kind_text
+from ..text import kind_text, listed
 from .checkpoint import Checkpoint
 from .checksum import checksums_in
 from .entry import Entry, FileIdentity
@@ -152,15 +152,18 @@ def match(
     rules: KeyRules | None = None,
     *,
     dtype_of: DtypeOf | None = None,
-    ignore_missing: Sequence[str] = (),
-    ignore_unexpected: Sequence[str] = (),
+    ignore_missing: str | Collection[str] = (),
+    ignore_unexpected: str | Collection[str] = (),
 ) -> Match:
     """Pairs the tensors of `model` with the entries that fill them.
 
     Tied tensors (one object under several names) are filled once, by whichever of their names the checkpoint has. `dtype_of` decides each
     tensor's dtype (default: the model's own). Names that one of the regular expressions `ignore_missing` or `ignore_unexpected` finds are
-    not reported. Raises `MatchError` when a rule cannot be carried out; what does not fit is in the result, see `Match.check`.
+    not reported. Raises `PlanError` for one that is no regular expression, and `MatchError` when a rule cannot be carried out; what does
+    not fit is in the result, see `Match.check`.
     """
+    may_miss = _patterns(ignore_missing, "ignore_missing")
+    may_be_left = _patterns(ignore_unexpected, "ignore_unexpected")
     tensors, names, empty = model_tensors(model)
     specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     scaled = scaled_entries(checkpoint.entries, specs, rules.kept_scales if isinstance(rules, KeepsScales) else ())
@@ -178,7 +181,7 @@ def match(
         aliases.update(dict.fromkeys(every[1:], first))
         source = next((sources[name] for name in every if name in sources), None) or _aliased(every, sources, checkpoint)
         if source is None:
-            if any(re.search(pattern, name) for pattern in ignore_missing for name in every):
+            if any(pattern.search(name) for pattern in may_miss for name in every):
                 ignored.append(first)
                 continue
             has_values = tensors[first].device.type != "meta" or isinstance(tensors[first], Offloaded)
@@ -200,13 +203,13 @@ def match(
         if source is not None:
             extra_states[name] = _extra_state(name, source, checkpoint, entries)
         else:
-            (ignored if any(re.search(pattern, name) for pattern in ignore_missing) else kept).append(name)
+            (ignored if any(pattern.search(name) for pattern in may_miss) else kept).append(name)
     return Match(
         transfers=transfers,
         missing=tuple(missing),
         ignored=tuple(ignored),
         kept=tuple(kept),
-        unexpected=tuple(name for name in unexpected if not any(re.search(pattern, name) for pattern in ignore_unexpected)),
+        unexpected=tuple(name for name in unexpected if not any(pattern.search(name) for pattern in may_be_left)),
         misshapen=tuple(misshapen),
         refused=tuple(refused),
         empty_buffers=tuple(empty),
@@ -217,6 +220,16 @@ def match(
         extra_states=extra_states,
         checksums=checksums_in(checkpoint.metadata),
     )
+
+
+def _patterns(given: str | Collection[str], argument: str) -> list[re.Pattern[str]]:
+    compiled = []
+    for pattern in listed(given):
+        try:
+            compiled.append(re.compile(pattern))
+        except (re.error, TypeError) as error:
+            raise PlanError(f"{argument}: {pattern!r} is no regular expression ({error}). A name as it is: re.escape(name).") from error
+    return compiled
 
 
 def _extra_spec(name: str, entries: Mapping[str, Entry]) -> TensorSpec:

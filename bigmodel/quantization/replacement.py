@@ -12,7 +12,7 @@ from torch import nn
 
 from ..modules import owner_of
 from ..protocols import TensorSpec
-from ..text import names_text
+from ..text import listed, names_text
 from .config import Scheme, scheme_of, transformers_config
 from .matrices import is_linear, is_transposed
 from .packed_embedding import PackedEmbedding, packed_table
@@ -76,7 +76,7 @@ def install(model: nn.Module, scheme: Scheme, packed: Mapping[str, tuple[torch.d
 def replace_with_bnb_layers(
     model: nn.Module,
     bnb_quantization_config: Any,
-    modules_to_not_convert: Collection[str] | None = None,
+    modules_to_not_convert: str | Collection[str] | None = None,
     current_key_name: Collection[str] | None = None,
 ) -> nn.Module:
     """Replaces linear layers, and stacks of expert matrices, by packed ones. Weights with values are packed now, one by one; on meta, the
@@ -90,7 +90,7 @@ def replace_with_bnb_layers(
     scheme = scheme_of(bnb_quantization_config)
     skipped = scheme.format.skip_modules if modules_to_not_convert is None else modules_to_not_convert
     packing = scheme.format
-    selection = chosen_by(replace(packing, skip_modules=None if skipped is None else tuple(skipped)), model)
+    selection = chosen_by(replace(packing, skip_modules=None if skipped is None else listed(skipped)), model)
     chosen, stacks = {**selection.packed, **selection.tables}, list(selection.stacks)
     del selection
     if not chosen and not stacks:

@@ -11,6 +11,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..errors import QuantizationError
 from ..modules import find_blocks
+from ..text import listed
 from .matrices import is_linear, plain_forward
 from .stacks import stacks_of, why_left
 
@@ -65,7 +66,7 @@ def select(
     tied = _tied(nodes)
     in_full = _in_full(model, nodes)
     whole = set(_keep_list(model, nodes, tied)) if skip_modules is None else set()
-    names = {*(skip_modules or ()), *kept, *in_full}
+    names = {*listed(skip_modules), *listed(kept), *in_full}
     last_parts = {name.rpartition(".")[2] for name in names}
     found = Selection()
     skipped: set[str] = set()

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from bigmodel.errors import MatchError
-from bigmodel.loading import Checkpoint, Match, Renamed, init_empty_weights, match, materialize
+from bigmodel.errors import MatchError, PlanError
+from bigmodel.loading import Checkpoint, Match, Renamed, dtype_rule, init_empty_weights, match, materialize
+from bigmodel.protocols import TensorSpec
 
 
 def matched(model: nn.Module, state: dict[str, torch.Tensor], folder: Path, **arguments: object) -> Match:
@@ -186,3 +187,30 @@ def test_an_alias_noted_in_the_file_fills_a_tensor_of_its_own(tmp_path: Path) ->
     found.check()
     materialize(model, found)
     assert torch.equal(model["b"], torch.ones(2))
+
+
+def test_one_pattern_may_be_a_string(tmp_path: Path) -> None:
+    state = {name: value for name, value in state_of(small()).items() if name[0] == "1"} | {"other": torch.ones(1)}
+    found = matched(small(), state, tmp_path, ignore_missing="0.bias", ignore_unexpected="other")
+    assert found.ignored == ("0.bias",)
+    assert found.missing == ("0.weight",)
+    assert found.unexpected == ()
+
+
+@pytest.mark.parametrize("argument", ["ignore_missing", "ignore_unexpected"])
+def test_what_is_no_pattern_is_named(tmp_path: Path, argument: str) -> None:
+    with pytest.raises(PlanError, match=rf"{argument}.*'blocks\.\(5'"):
+        matched(small(), state_of(small()), tmp_path, **{argument: ["fine", "blocks.(5"]})
+
+
+def test_a_rule_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"'\(a'"):
+        matched(small(), state_of(small()), tmp_path, rules=Renamed([("(a", "b")]))
+
+
+def test_one_module_that_is_kept_in_float32_may_be_a_string(tmp_path: Path) -> None:
+    rule = dtype_rule(torch.float16, "norm")
+    assert rule is not None
+    spec = TensorSpec((1,), torch.float32)
+    assert rule("layers.norm.weight", spec, torch.float32) == torch.float32
+    assert rule("layers.n.weight", spec, torch.float32) == torch.float16
