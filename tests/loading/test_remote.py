@@ -347,6 +347,73 @@ def test_a_server_without_ranges_sends_every_file_once(server: RangeServer) -> N
     assert sorted(path for path, _, _ in server.requests[before:]) == [name for name in sorted(server.files) if "-of-" in name]
 
 
+@pytest.mark.parametrize("cut_bytes", [9000, 40000])
+def test_a_server_without_ranges_that_never_gets_further_is_given_up(server: RangeServer, cut_bytes: int) -> None:
+    """Also where what it sends again and again is received before it stops."""
+    checkpoint = Checkpoint.open(server.url("one/model.safetensors"))
+
+    def without(answer: Answer) -> None:
+        answer.status, answer.body, answer.cut = 200, server.files[answer.path], cut_bytes
+        del answer.headers["Content-Range"]
+
+    assert cut_bytes < len(server.files["one/model.safetensors"])
+    server.fault = without
+    empty = model()
+    with pytest.raises(CheckpointError, match=f"cannot be read from byte {cut_bytes} on; gave up after 6 attempts in a row"):
+        load(empty, checkpoint)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+
+
+def test_a_server_that_gets_a_little_further_every_time_is_asked_until_it_is_through(
+    server: RangeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "SHORTEST_REQUEST_BYTES", 1 << 20)
+    checkpoint = Checkpoint.open(server.url("one/model.safetensors"))
+    turns = itertools.count(1)
+
+    def without(answer: Answer) -> None:
+        answer.status, answer.body = 200, server.files[answer.path]
+        answer.cut = len(answer.body) * next(turns) // 20
+        del answer.headers["Content-Range"]
+
+    server.fault = without
+    filled = model()
+    load(filled, checkpoint)
+    assert is_filled(filled)
+    assert next(turns) > 15
+
+
+def test_answers_that_a_server_keeps_short_are_progress_and_the_rest_is_asked_for_at_once(
+    server: RangeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(http, "wait", lambda failures, *_: waits.append(failures))
+
+    def capped(answer: Answer) -> None:
+        answer.body = answer.body[:500]
+        total = answer.headers["Content-Range"].partition("/")[2]
+        answer.headers["Content-Range"] = f"bytes {answer.start}-{answer.start + len(answer.body) - 1}/{total}"
+
+    server.fault = capped
+    filled, _ = loaded(server.url("one/model.safetensors"))
+    assert is_filled(filled)
+    assert len(server.requests) >= len(server.files["one/model.safetensors"]) // 500
+    assert waits == []
+
+
+def test_short_answers_without_a_byte_are_given_up(server: RangeServer) -> None:
+    checkpoint = Checkpoint.open(server.url("one/model.safetensors"))
+
+    def empty_range(answer: Answer) -> None:
+        total = answer.headers["Content-Range"].partition("/")[2]
+        answer.body = b""
+        answer.headers["Content-Range"] = f"bytes {answer.start}-{answer.start - 1}/{total}"
+
+    server.fault = empty_range
+    with pytest.raises(CheckpointError, match="gave up after 6 attempts in a row"):
+        load(model(), checkpoint)
+
+
 def test_redirects_are_followed_once_and_again_when_they_expire(server: RangeServer) -> None:
     data = server.files["kept/model.safetensors"] = server.files["one/model.safetensors"]
     asked: list[str] = []

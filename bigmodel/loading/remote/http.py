@@ -74,21 +74,22 @@ class HttpSource:
         position, failures = start, 0
         while position < end:
             try:
-                with self._response(position, end) as (response, first, total):
+                with self._response(position, end) as (response, first, answer_end, total):
                     end = min(end, total)
                     skip = position - first
                     for chunk in response.iter_raw():
                         if stop is not None and stop.is_set():
                             return
-                        failures = 0
                         part = chunk[skip : skip + end - position]
                         skip -= min(skip, len(chunk))
                         position += len(part)
                         if part:
+                            failures = 0  # what is only skipped has come before
                             yield part
                         if position == end:
                             break
-                if position < end:
+                # Servers may send less than was asked for, and say so; the rest is theirs to give as well.
+                if position < end and not first < position == answer_end:
                     raise _Transient(f"the server stopped at byte {position} of {end}")
             except BigModelError:
                 raise
@@ -105,8 +106,8 @@ class HttpSource:
                     return
 
     @contextlib.contextmanager
-    def _response(self, start: int, end: int) -> Iterator[tuple[Any, int, int]]:
-        """The answer to the request of a range, the position of its first byte, and the size of the whole file."""
+    def _response(self, start: int, end: int) -> Iterator[tuple[Any, int, int, int]]:
+        """The answer to the request of a range, the positions of its first byte and behind its last, and the size of the whole file."""
         redirected = self._route.redirected
         headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
         if _is_hub(redirected or self.file.url):
@@ -124,12 +125,12 @@ class HttpSource:
                 self._refuse(status, response.headers, start)
             if response.headers.get("Content-Encoding", "identity") != "identity":
                 raise CheckpointError(f"{self.file}: the server compresses it on the way, so its ranges mean nothing. Download it first.")
-            first, total = self._extent(response, start)
+            first, answer_end, total = self._extent(response, start)
             self._check(FileIdentity(total, 0, 0, _etag(response.headers)))
             # Answers that were under way when another thread found the signature expired tell nothing new.
             if redirected is None and str(response.url) != self.file.url:
                 self._route.redirected = str(response.url)
-            yield response, first, total
+            yield response, first, answer_end, total
 
     def _refuse(self, status: int, headers: Any, start: int) -> None:
         if status in TRANSIENT:
@@ -146,8 +147,8 @@ class HttpSource:
             raise CheckpointError(f"{self.file}: the server has no bytes from {start} on: the file is shorter than its header says.")
         raise CheckpointError(f"{self.file}: the server answered {status}.")
 
-    def _extent(self, response: Any, start: int) -> tuple[int, int]:
-        """Position of the answer's first byte, and the size of the whole file."""
+    def _extent(self, response: Any, start: int) -> tuple[int, int, int]:
+        """Positions of the answer's first byte and behind its last, and the size of the whole file."""
         if response.status_code == 206:
             said = response.headers.get("Content-Range", "")
             found = _CONTENT_RANGE.fullmatch(said)
@@ -155,12 +156,12 @@ class HttpSource:
                 raise CheckpointError(
                     f"{self.file}: asked for bytes from {start} on, the server sends {said or 'it does not say which'!r}."
                 )
-            return start, int(found[3])
+            return start, int(found[2]) + 1, int(found[3])
         self._route.has_ranges = False
         length = response.headers.get("Content-Length", "")
         if not length.isdigit():
             raise CheckpointError(f"{self.file}: the server does not say how long it is, so it cannot be read in parts. Download it first.")
-        return 0, int(length)
+        return 0, int(length), int(length)
 
     def _check(self, now: FileIdentity) -> None:
         if self._identity is None:
