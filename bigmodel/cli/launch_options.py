@@ -133,7 +133,7 @@ def notes_on_options(context: typer.Context, settings: LaunchSettings) -> list[s
         given = sections_of(context).get(section, {})
         if not given or settings.distributed_type == engine:
             continue
-        others = f"{', '.join(f'--{key}' for key in given)}: settings of {engine}, which this job does not train with"
+        others = f"{', '.join(f'--{key}' for key in given)}: settings of {engine.value}, which this job does not train with"
         if section in REFUSED:
             raise TrainingError(f"{others}: add {option}.")
         notes.append(f"{others}; they change nothing without {option}.")

@@ -98,7 +98,7 @@ def _save_gradients(accelerator: Accelerator, folder: Path, are_there: bool) -> 
             return True
         why = f"some processes do not see {folder.parent} (ProjectConfiguration(save_on_each_node=True) saves on every host)"
     elif are_there or not accelerator.sync_gradients:
-        why = f"{accelerator.distributed_type} keeps them in parts of its own"
+        why = f"{accelerator.distributed_type.value} keeps them in parts of its own"
     else:
         return False
     warnings.warn(

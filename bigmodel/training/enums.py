@@ -37,7 +37,13 @@ class WordEnum(str, Enum, metaclass=_ValuesAreIn):
         return [str(member.value) for member in cls]
 
 
-class DistributedType(WordEnum):
+class NamedWordEnum(WordEnum):
+    """A choice of words that is printed with its class, `str(DistributedType.NO) == "DistributedType.NO"`, and equals its word all the same."""
+
+    __str__ = Enum.__str__
+
+
+class DistributedType(NamedWordEnum):
     """How processes work together; `MULTI_…` names the kind of device that each of them drives."""
 
     NO = "NO"
@@ -56,14 +62,14 @@ class DistributedType(WordEnum):
     MEGATRON_LM = "MEGATRON_LM"
 
 
-class ComputeEnvironment(WordEnum):
+class ComputeEnvironment(NamedWordEnum):
     """Where a job runs."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
-class SageMakerDistributedType(WordEnum):
+class SageMakerDistributedType(NamedWordEnum):
     """How a job on Amazon SageMaker is spread."""
 
     NO = "NO"

@@ -36,8 +36,8 @@ class LocalSGD:
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True):
         if local_sgd_steps < 1:
             raise TrainingError(f"local_sgd_steps={local_sgd_steps}: weights are averaged after at least one step.")
-        if enabled and not str(accelerator.distributed_type).startswith(("MULTI_", "NO")):
-            raise TrainingError(f"LocalSGD averages whole copies of a model; {accelerator.distributed_type} spreads it over processes.")
+        if enabled and not accelerator.distributed_type.value.startswith(("MULTI_", "NO")):
+            raise TrainingError(f"LocalSGD averages whole copies of a model; {accelerator.distributed_type.value} spreads it over processes.")
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps

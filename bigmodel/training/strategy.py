@@ -191,5 +191,5 @@ def strategy_for(accelerator: Accelerator) -> Strategy:
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith(str(__package__)):
             raise
-        raise TrainingError(f"This version of bigmodel does not train with {accelerator.distributed_type}.") from error
+        raise TrainingError(f"This version of bigmodel does not train with {accelerator.distributed_type.value}.") from error
     return strategy(accelerator)

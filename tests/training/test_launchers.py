@@ -40,7 +40,7 @@ if state.use_distributed:
 with state.main_process_first():
     seen = os.path.exists(sys.argv[1] + "/made")
     open(sys.argv[1] + "/made", "w").close()
-facts = [state.num_processes, state.process_index, state.local_num_processes, state.local_process_index, str(state.distributed_type),
+facts = [state.num_processes, state.process_index, state.local_num_processes, state.local_process_index, state.distributed_type.value,
          state.backend, str(state.device), state.mixed_precision, state.debug, share, total.item(), seen, sys.argv[2:]]
 with open(f"{sys.argv[1]}/{state.process_index}.json", "w") as file:
     json.dump(facts, file)
@@ -177,7 +177,7 @@ def main():
         torch.ones(400, 400) @ torch.ones(400, 400)
         path = f"{folder}/{word}-{state.process_index}"
         with open(path, "w") as file:
-            file.write(f"{state.num_processes} {total.item()} {state.backend} {state.distributed_type} {state.mixed_precision} {other}")
+            file.write(f"{state.num_processes} {total.item()} {state.backend} {state.distributed_type.value} {state.mixed_precision} {other}")
         return threading.Lock()
 
     def failing():

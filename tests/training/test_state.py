@@ -109,8 +109,8 @@ def facts_of_the_group() -> dict[str, Any]:
         pass
     facts = [state.num_processes, state.process_index, state.local_num_processes, state.local_process_index]
     facts += [state.is_main_process, state.is_local_main_process, state.is_last_process, state.use_distributed]
-    facts += [str(state.distributed_type), state.backend, str(state.device), share["a"], share["b"].tolist(), called]
-    assert repr(state).startswith("Distributed environment: MULTI_CPU  Backend: gloo\n")
+    facts += [state.distributed_type.value, state.backend, str(state.device), share["a"], share["b"].tolist(), called]
+    assert repr(state).startswith("Distributed environment: DistributedType.MULTI_CPU  Backend: gloo\n")
     return {"facts": facts}
 
 
