@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
 import subprocess
 import sys
@@ -41,6 +43,9 @@ LEFT_BEHIND = "_left_by_a_launch"
 ENGINES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 """What needs a process group also for one process."""
 
+THREADS: Final = "OMP_NUM_THREADS"
+"""How many threads compute in a process: a variable of OpenMP, which torch follows."""
+
 NOTHING_TOLD: Final = "To enable traceback see"
 """How torchrun's message begins where a process left no error."""
 
@@ -72,7 +77,7 @@ def launch_script(
         settings: how many processes, and what they find in their environment.
         command: the script, or with `module` a module's name, or with `no_python` a program, and its arguments.
         torchrun: further options of torchrun, which then starts one process alone too.
-        threads: of torch in each process; None: the cores shared evenly where they compute, else torch's choice.
+        threads: of torch in each process; None: the environment's `OMP_NUM_THREADS`, else the cores shared evenly where they compute.
 
     Raises:
         TrainingError: a process failed, the port is taken, no such program, or `gpu_ids` on a machine whose accelerators cannot be chosen.
@@ -87,10 +92,10 @@ def launch_script(
         raise TrainingError(f"{command[0]}: there is no such program.")
     variables = launch_environment(settings) | _chosen_devices(settings)
     on_cpu = settings.use_cpu or accelerator_type() is None
-    if threads is None and on_cpu:
+    if threads is None and on_cpu and not os.environ.get(THREADS):
         threads = max(host_cores() * settings.num_machines // settings.num_processes, 1)
     if threads is not None:
-        variables["OMP_NUM_THREADS"] = str(threads)
+        variables[THREADS] = str(threads)
     with patch_environment(**variables):
         if settings.num_processes == 1 and settings.distributed_type not in ENGINES and not torchrun:
             python = [] if no_python else [sys.executable, "-m"] if module else [sys.executable]
@@ -197,7 +202,7 @@ def notebook_launcher(
     )
     with patch_environment(**variables):
         try:
-            elastic_launch(config, _forked(function))(*args)
+            elastic_launch(config, _forked(function, _threads_of_forked_processes()))(*args)
         except ChildFailedError as error:
             raise TrainingError(_stories(error.failures)) from error
 
@@ -216,7 +221,8 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     variables = {f"{prefix}USE_CPU": "1" for prefix in PREFIXES} | {f"{prefix}MIXED_PRECISION": "no" for prefix in PREFIXES}
     with tempfile.TemporaryDirectory(prefix="bigmodel-") as folder, patch_environment(**variables):
         try:
-            start_processes(_joined, (num_processes, Path(folder) / "meeting", function, args), num_processes, start_method="fork")
+            call = _forked(function, _threads_of_forked_processes())
+            start_processes(_joined, (num_processes, Path(folder) / "meeting", call, args), num_processes, start_method="fork")
         except ProcessException as error:
             raise TrainingError(f"The function failed in the process of rank {error.error_index}: {error}") from error
 
@@ -233,16 +239,33 @@ def _joined(rank: int, count: int, meeting: Path, function: Callable[..., Any], 
     with patch_environment(**variables):
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=count)
         try:
-            _forked(function)(*args)
+            function(*args)
         finally:
             dist.destroy_process_group()
 
 
-def _forked(function: Callable[..., Any]) -> Callable[..., None]:
+def _threads_of_forked_processes() -> int:
+    """What `OMP_NUM_THREADS` says, else 1. Called right before a fork, by the thread that forks."""
+    said = os.environ.get(THREADS, "").split(",")[0].strip()  # further numbers are for loops within loops
+    wanted = int(said) if said.isdecimal() else 1
+    return wanted if wanted > 1 and _computing_threads_end() else 1
+
+
+def _computing_threads_end() -> bool:
+    """Ends the threads that OpenMP keeps; others start when they are needed. A forked process lacks them, and would wait for them.
+
+    Returns whether the OpenMP of this process can do so (`omp_pause_resource_all`, OpenMP 5.0, section 3.2.44).
+    """
+    try:
+        return int(ctypes.CDLL(None).omp_pause_resource_all(2)) == 0  # omp_pause_hard
+    except (AttributeError, OSError):
+        return False
+
+
+def _forked(function: Callable[..., Any], threads: int) -> Callable[..., None]:
     @wraps(function)
     def call(*args: Any) -> None:  # what the function returns need not be something that travels between processes
-        # The threads that the forking process had computed with are not here, and OpenMP would wait for them.
-        torch.set_num_threads(1)
+        torch.set_num_threads(threads)
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         function(*args)

@@ -37,7 +37,9 @@ class LocalSGD:
         if local_sgd_steps < 1:
             raise TrainingError(f"local_sgd_steps={local_sgd_steps}: weights are averaged after at least one step.")
         if enabled and not accelerator.distributed_type.value.startswith(("MULTI_", "NO")):
-            raise TrainingError(f"LocalSGD averages whole copies of a model; {accelerator.distributed_type.value} spreads it over processes.")
+            raise TrainingError(
+                f"LocalSGD averages whole copies of a model; {accelerator.distributed_type.value} spreads it over processes."
+            )
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps

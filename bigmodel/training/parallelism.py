@@ -108,7 +108,9 @@ class ParallelismConfig:
                 "MegatronLMPlugin(tp_degree=…), or dp_shard_size with a FullyShardedDataParallelPlugin."
             )
         if distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-            raise TrainingError(f"ParallelismConfig({said}): {distributed_type.value} divides processes as its own plugin says; leave one out.")
+            raise TrainingError(
+                f"ParallelismConfig({said}): {distributed_type.value} divides processes as its own plugin says; leave one out."
+            )
         if self.total_size != num_processes:
             raise TrainingError(
                 f"ParallelismConfig({said}) divides {self.total_size} processes, and there are {num_processes}: the product of all sizes "

@@ -110,6 +110,29 @@ def test_one_process_needs_no_group(tmp_path: Path) -> None:
         launch_script(LaunchSettings(), [str(script)])
 
 
+@pytest.mark.parametrize(
+    ("variable", "threads", "expected"), [("7", None, "7"), ("7", 3, "3"), (None, None, str(launchers.host_cores())), (None, 3, "3")]
+)
+def test_threads_are_the_users_where_he_says_so(
+    variable: str | None, threads: int | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    script = tmp_path / "threads.py"
+    script.write_text("import os, sys; open(sys.argv[1], 'w').write(os.environ['OMP_NUM_THREADS'])")
+    launch_script(LaunchSettings(use_cpu=True), [str(script), str(tmp_path / "found")], threads=threads)
+    assert (tmp_path / "found").read_text() == expected
+
+
+@pytest.mark.parametrize(("variable", "threads"), [("3", 3), ("4,2", 4), ("", 1), ("many", 1), ("0", 1), (None, 1)])
+def test_a_forked_process_computes_with_as_many_threads(variable: str | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    assert launchers._threads_of_forked_processes() == threads
+
+
 def test_accelerators_are_chosen_by_their_drivers_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TrainingError, match="gpu_ids='0,1': no accelerators that could be chosen"):
         launch_script(LaunchSettings(gpu_ids="0,1"), ["train.py"])
@@ -177,7 +200,7 @@ def main():
         torch.ones(400, 400) @ torch.ones(400, 400)
         path = f"{folder}/{word}-{state.process_index}"
         with open(path, "w") as file:
-            file.write(f"{state.num_processes} {total.item()} {state.backend} {state.distributed_type.value} {state.mixed_precision} {other}")
+            file.write(f"{state.num_processes} {total.item()} {state.backend} {state.distributed_type.value} {state.mixed_precision} {other} {torch.get_num_threads()}")
         return threading.Lock()
 
     def failing():
@@ -222,8 +245,8 @@ def test_functions_of_a_notebook_run_in_forked_processes(tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in (0, 1):
-        assert (tmp_path / f"notebook-{rank}").read_text() == "2 3.0 gloo MULTI_CPU bf16 1"
-        assert (tmp_path / f"debug-{rank}").read_text() == "2 3.0 gloo MULTI_CPU no 2"
+        assert (tmp_path / f"notebook-{rank}").read_text() == "2 3.0 gloo MULTI_CPU bf16 1 2"
+        assert (tmp_path / f"debug-{rank}").read_text() == "2 3.0 gloo MULTI_CPU no 2 2"
         assert (tmp_path / f"both-{rank}").read_text() == "2 bf16 2"
     assert (tmp_path / "alone-0").read_text() == (tmp_path / "again-0").read_text() == "1 no 2"
 
