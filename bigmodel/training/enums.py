@@ -38,7 +38,7 @@ class WordEnum(str, Enum, metaclass=_ValuesAreIn):
 
 
 class NamedWordEnum(WordEnum):
-    """A choice of words that is printed with its class, `str(DistributedType.NO) == "DistributedType.NO"`, and equals its word all the same."""
+    """Words that are printed with their class: `str(DistributedType.NO) == "DistributedType.NO"`, and yet `DistributedType.NO == "NO"`."""
 
     __str__ = Enum.__str__
 

@@ -36,9 +36,10 @@ class LocalSGD:
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True):
         if local_sgd_steps < 1:
             raise TrainingError(f"local_sgd_steps={local_sgd_steps}: weights are averaged after at least one step.")
-        if enabled and not accelerator.distributed_type.value.startswith(("MULTI_", "NO")):
+        kind = accelerator.distributed_type.value
+        if enabled and not kind.startswith(("MULTI_", "NO")):
             raise TrainingError(
-                f"LocalSGD averages whole copies of a model; {accelerator.distributed_type.value} spreads it over processes."
+                f"LocalSGD averages whole copies of a model; {kind} spreads it over processes."
             )
         self.accelerator = accelerator
         self.model = model
