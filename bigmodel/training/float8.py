@@ -33,9 +33,7 @@ def refuse_without_float8(accelerator: Accelerator) -> None:
     """Raises `TrainingError` where this process's device does not multiply in 8 bits, or an engine with layers of its own trains."""
     kind, device = accelerator.distributed_type, accelerator.device
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise TrainingError(
-            f"mixed_precision='fp8' puts layers of torchao into models, and {kind.value} has its own: use 'bf16' with it."
-        )
+        raise TrainingError(f"mixed_precision='fp8' puts layers of torchao into models, and {kind.value} has its own: use 'bf16' with it.")
     if not _multiplies(device):
         raise TrainingError(f"mixed_precision='fp8': {device} does not multiply matrices in 8 bits (torch._scaled_mm). Use 'bf16'.")
 

@@ -38,9 +38,7 @@ class LocalSGD:
             raise TrainingError(f"local_sgd_steps={local_sgd_steps}: weights are averaged after at least one step.")
         kind = accelerator.distributed_type.value
         if enabled and not kind.startswith(("MULTI_", "NO")):
-            raise TrainingError(
-                f"LocalSGD averages whole copies of a model; {kind} spreads it over processes."
-            )
+            raise TrainingError(f"LocalSGD averages whole copies of a model; {kind} spreads it over processes.")
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps

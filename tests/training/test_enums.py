@@ -31,8 +31,10 @@ class OfPython(str, Enum):
 @pytest.mark.parametrize("words", [*WITH_THEIR_CLASS, *AS_WORDS])
 def test_they_equal_their_words(words: type[WordEnum]) -> None:
     for member in words:
-        assert member == member.value and member.value == member
-        assert words(member.value) is member and member.value in words
+        assert member == member.value
+        assert member.value == member
+        assert words(member.value) is member
+        assert member.value in words
         assert json.dumps({"is": member}) == json.dumps({"is": member.value})
         assert repr(member) == f"<{words.__name__}.{member.name}: {member.value!r}>"
 

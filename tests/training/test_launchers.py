@@ -200,7 +200,8 @@ def main():
         torch.ones(400, 400) @ torch.ones(400, 400)
         path = f"{folder}/{word}-{state.process_index}"
         with open(path, "w") as file:
-            file.write(f"{state.num_processes} {total.item()} {state.backend} {state.distributed_type.value} {state.mixed_precision} {other} {torch.get_num_threads()}")
+            file.write(f"{state.num_processes} {total.item()} {state.backend} {state.distributed_type.value} ")
+            file.write(f"{state.mixed_precision} {other} {torch.get_num_threads()}")
         return threading.Lock()
 
     def failing():
