@@ -43,6 +43,7 @@ from .loading import save_model as write_model
 from .modules import named_module_tensors
 from .placing import DeviceMap, Placing, find_placing, main_device_of, refuse_absent
 from .planning import check_device_map, convert_file_size_to_int, infer_auto_device_map
+from .progress import ProgressCallback
 from .protocols import Store
 from .quantization import packed_layers
 from .quantizing import quantized_load, warn_of_silent_config
@@ -90,6 +91,7 @@ def load_and_dispatch(
     mmap: bool = False,
     reading: Reading = "auto",
     progress: bool | None = None,
+    progress_callback: ProgressCallback | None = None,
 ) -> nn.Module:
     """Fills `model` (usually on meta) from `checkpoint` and makes it run wherever its weights rest. The whole job, in four steps.
 
@@ -116,6 +118,7 @@ def load_and_dispatch(
             processes, instead of being private. Who then writes to a file changes the model, and who truncates it ends the process.
         reading: how files are read: through the page cache (`"buffered"`), past it (`"direct"`), or as is found to be faster (`"auto"`).
         progress: shows a bar; by default on a terminal.
+        progress_callback: called with bytes done and bytes in all, whether or not there is a bar.
 
     Raises:
         PlanError: the map or the budgets cannot work. MatchError: names or shapes do not fit. CheckpointError: a file is damaged.
@@ -163,6 +166,7 @@ def load_and_dispatch(
             reading=reading,
             makes_plain=place is not None and dispatched(model) is not None,
             progress=progress,
+            progress_callback=progress_callback,
         )
         quantized.install(model, report)
         if place is not None:
@@ -199,14 +203,16 @@ def load_checkpoint_and_dispatch(
     packed_cache: bool | str | Path | None = None,
     mmap: bool = False,
     reading: Reading = "auto",
+    progress: bool | None = None,
+    progress_callback: ProgressCallback | None = None,
 ) -> nn.Module:
     """Loads a checkpoint (file, folder or index) into `model` and attaches what makes it run under `device_map`.
 
     `device_map`, `max_memory`, `no_split_module_classes`, `offload_buffers`, `dtype`, `skip_keys`, `preload_module_classes`,
-    `force_hooks`, `strict`, `quantization`, `packed_cache`, `mmap` and `reading` are as in `load_and_dispatch`. `offload_folder` and
-    `offload_state_dict` are accepted for old scripts and need not be given: offloaded weights are read from the checkpoint itself, so
-    nothing is written, and nothing is spooled. `full_state_dict` and `broadcast_from_rank0` apply where `device_map` is None, see
-    `load_checkpoint_in_model`.
+    `force_hooks`, `strict`, `quantization`, `packed_cache`, `mmap`, `reading`, `progress` and `progress_callback` are as in
+    `load_and_dispatch`. `offload_folder` and `offload_state_dict` are accepted for old scripts and need not be given: offloaded weights
+    are read from the checkpoint itself, so nothing is written, and nothing is spooled. `full_state_dict` and `broadcast_from_rank0` apply
+    where `device_map` is None, see `load_checkpoint_in_model`.
 
     Returns the same model. Raises ValueError for an unknown strategy, and the errors of `load_and_dispatch`.
     """
@@ -220,6 +226,8 @@ def load_checkpoint_and_dispatch(
             broadcast_from_rank0=broadcast_from_rank0,
             mmap=mmap,
             reading=reading,
+            progress=progress,
+            progress_callback=progress_callback,
         )
         return model
     load_and_dispatch(
@@ -238,6 +246,8 @@ def load_checkpoint_and_dispatch(
         packed_cache=packed_cache,
         mmap=mmap,
         reading=reading,
+        progress=progress,
+        progress_callback=progress_callback,
     )
     if isinstance(device_map, Mapping):
         show_device_map(model, device_map)  # as the caller wrote it

@@ -113,6 +113,17 @@ def test_a_load_is_quiet_when_asked(shards, capsys, monkeypatch):
     assert "12.0k/12.0k" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
+def test_every_way_of_loading_tells_its_progress(shards, capsys, device_map):
+    heard = []
+    told = {"progress": True, "progress_callback": lambda done, total: heard.append((done, total))}
+    bigmodel.load_checkpoint_in_model(model(), shards, device_map, **told)
+    bigmodel.load_checkpoint_and_dispatch(model(), shards, device_map, **told)
+    bigmodel.load_and_dispatch(model(), Checkpoint.open(shards), device_map=device_map, **told)
+    assert heard.count((12 << 10, 12 << 10)) == 3
+    assert capsys.readouterr().err.count("12.0k/12.0k") == 3
+
+
 def test_the_callback_of_a_load_ends_at_all_bytes(shards):
     heard = []
     report = load(model(), Checkpoint.open(shards), progress_callback=lambda done, total: heard.append((done, total)))

@@ -31,10 +31,14 @@ class Chunk:
     place: int
     """First byte among those that are sent together."""
 
+    @property
+    def nbytes(self) -> int:
+        """Of its values."""
+        return math.prod(self.spec.shape) * self.spec.dtype.itemsize
+
     def of(self, sent: torch.Tensor) -> torch.Tensor:
         """Its values in the bytes that are sent together."""
-        nbytes = math.prod(self.spec.shape) * self.spec.dtype.itemsize
-        return sent[self.place : self.place + nbytes].view(self.spec.dtype).view(self.spec.shape)
+        return sent[self.place : self.place + self.nbytes].view(self.spec.dtype).view(self.spec.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ def _share(tensors: Sequence[tuple[str, TensorSpec, int]], ends: Sequence[int], 
         first, stop = (min(max(0, (cut - begin + unit_bytes // 2) // unit_bytes), units) for cut in (low, high))
         for start, shape in _boxes(spec.shape, dims, first, stop):
             chunks.append(Chunk(name, start, TensorSpec(shape, spec.dtype), nbytes))
-            nbytes += -(-math.prod(shape) * spec.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+            nbytes += -(-chunks[-1].nbytes // ALIGNMENT) * ALIGNMENT
     return Share(tuple(chunks), nbytes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import BigModelError, CheckpointError
+from ..progress import Progress, ProgressCallback
 from ..protocols import TensorSpec
 from .agreement import agree_with_rank0
 from .dealing import shares
@@ -44,12 +46,21 @@ class _Target:
     """First index of the part in each dimension."""
 
 
-def exchange(model: nn.Module, match: Match | None, error: Exception | None, *, rank0_reads: bool) -> None:
+def exchange(
+    model: nn.Module,
+    match: Match | None,
+    error: Exception | None,
+    *,
+    rank0_reads: bool,
+    progress: bool | None = None,
+    progress_callback: ProgressCallback | None = None,
+) -> None:
     """Fills `model` (with the same tensors in all processes; of DTensors each holds its part) in a call that all processes make.
 
     With `rank0_reads`, process 0 alone has a `match` and reads; otherwise each reads 1/N of the bytes. `error` is what went wrong before:
     all processes raise when one has an error, `CheckpointError` where it is another's, and `MatchError` when their models differ; no model
     has changed then. Memory: what stays, plus two shares of `SHARE_BYTES` in each process, plus the reader's ring.
+    Progress counts bytes of the model that have arrived, in every process.
     """
     _agree(error)
     agreed = agree_with_rank0(model, match)
@@ -64,23 +75,29 @@ def exchange(model: nn.Module, match: Match | None, error: Exception | None, *, 
     received = empty_tensor((longest,), torch.uint8, device)
     reader = Reader(None if match is None else match.identities)
     rank = dist.get_rank()
+    total = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
+    failure: Exception | None = None
     try:
-        for round_ in rounds:
-            failure: Exception | None = None
-            if rank < len(round_):
+        with Progress(total, "Loading", show=progress, callback=progress_callback) as bar:
+            for round_ in rounds:
+                if rank < len(round_) and failure is None:
+                    try:
+                        mine = round_[rank].chunks
+                        reader.read([(transfers[chunk.name].box(chunk.start, chunk.spec.shape), chunk.of(own)) for chunk in mine])
+                    except Exception as problem:  # whatever it is, the others must not wait for it
+                        failure = problem
+                _agree(failure)
+                for source, share in enumerate(round_):
+                    sent = own[: share.nbytes].to(device) if source == rank else received[: share.nbytes]
+                    if share.nbytes:
+                        dist.broadcast(sent, src=source)
+                    for chunk in share.chunks:
+                        _put(targets[chunk.name], chunk.start, chunk.of(sent))
                 try:
-                    reader.read(
-                        [(transfers[chunk.name].box(chunk.start, chunk.spec.shape), chunk.of(own)) for chunk in round_[rank].chunks]
-                    )
-                except Exception as problem:  # whatever it is, the others must not wait for it
+                    bar.advance(sum(chunk.nbytes for share in round_ for chunk in share.chunks))
+                except Exception as problem:  # the caller's own function
                     failure = problem
             _agree(failure)
-            for source, share in enumerate(round_):
-                sent = own[: share.nbytes].to(device) if source == rank else received[: share.nbytes]
-                if share.nbytes:
-                    dist.broadcast(sent, src=source)
-                for chunk in share.chunks:
-                    _put(targets[chunk.name], chunk.start, chunk.of(sent))
     finally:
         reader.close()
     with Replacement(model) as replacement:

@@ -115,6 +115,8 @@ def load_checkpoint_in_model(
     *,
     mmap: bool = False,
     reading: Reading = "auto",
+    progress: bool | None = None,
+    progress_callback: ProgressCallback | None = None,
 ) -> None:
     """Fills `model` from a checkpoint: a file, an `*.index.json`, or a folder (see `Checkpoint.open`).
 
@@ -137,6 +139,8 @@ def load_checkpoint_in_model(
         mmap: whether tensors on CPU that need no conversion share the pages of the checkpoint's files instead of being private. Who then
             writes to a file changes the model, and who truncates it ends the process.
         reading: how files are read: through the page cache (`"buffered"`), past it (`"direct"`), or as is found to be faster (`"auto"`).
+        progress: shows a bar, on the main process; by default on a terminal.
+        progress_callback: called in every process with bytes done and bytes in all.
 
     Raises:
         MatchError: tensors that nothing fills, other shapes, lost scales; before anything is read. CheckpointError: damaged files.
@@ -146,14 +150,32 @@ def load_checkpoint_in_model(
     if device_map is None and broadcast_from_rank0 and several_processes():
         if mmap or reading != "auto":
             raise PlanError("mmap= and reading= say how a process reads files; with broadcast_from_rank0 it gets its weights from another.")
-        load_together(model, checkpoint, dtype_of=dtype_rule(dtype, keep_in_fp32_modules), strict=strict, rank0_reads=True)
+        load_together(
+            model,
+            checkpoint,
+            dtype_of=dtype_rule(dtype, keep_in_fp32_modules),
+            strict=strict,
+            rank0_reads=True,
+            progress=progress,
+            progress_callback=progress_callback,
+        )
         return
     devices = None if device_map is None else normalized(device_map)
     if devices is not None and (unknown := unknown_entries(model, devices)):
         warnings.warn(f"The following device_map keys do not match any submodules in the model: {unknown}", UserWarning, stacklevel=2)
     if devices is None or "disk" not in devices.values():
         dtype_of = dtype_rule(dtype, keep_in_fp32_modules)
-        load(model, Checkpoint.open(checkpoint), devices, dtype_of=dtype_of, strict=strict, mmap=mmap, reading=reading)
+        load(
+            model,
+            Checkpoint.open(checkpoint),
+            devices,
+            dtype_of=dtype_of,
+            strict=strict,
+            mmap=mmap,
+            reading=reading,
+            progress=progress,
+            progress_callback=progress_callback,
+        )
         return
     if offload_folder is None:
         raise PlanError("At least one of the model submodule will be offloaded to disk, please pass along an `offload_folder`.")
@@ -170,7 +192,16 @@ def load_checkpoint_in_model(
         write_owner(offload_folder, model, source)
         _write_made(found, made, Path(offload_folder))
         write_atomically(Path(offload_folder) / OFFLOAD_INDEX_NAME, json.dumps(index, indent=2).encode())
-        materialize(model, found, devices, offload_buffers=offload_buffers, mmap=mmap, reading=reading)
+        materialize(
+            model,
+            found,
+            devices,
+            offload_buffers=offload_buffers,
+            mmap=mmap,
+            reading=reading,
+            progress=progress,
+            progress_callback=progress_callback,
+        )
     _report_unexpected(model, found)
 
 
@@ -241,12 +272,14 @@ def load_together(
     dtype_of: DtypeOf | None = None,
     strict: bool = False,
     rank0_reads: bool = False,
+    progress: bool | None = None,
+    progress_callback: ProgressCallback | None = None,
 ) -> None:
     """Loads the same checkpoint into the same model in all processes of the default group, in a call that all of them make.
 
     Each of the N processes reads 1/N of the bytes and sends them to the others; with `rank0_reads`, process 0 reads everything, and the
     others need no files. Whole tensors are whole in all processes; of a DTensor (FSDP2, tensor parallelism) each gets its part. Beside
-    what stays, a process holds a few MiB. Rules, dtypes and `strict` as in `load`.
+    what stays, a process holds a few MiB. Rules, dtypes, `strict` and progress as in `load`; the callback is called in every process.
 
     Raises the errors of `load`, and those of the caller's rules, in the process where they happen and `CheckpointError`, naming it, in all
     others; `MatchError` in all of them where their models have other tensors, or they read other ones. No model has changed then.
@@ -260,7 +293,7 @@ def load_together(
             _report_unexpected(model, found)
         except Exception as problem:  # of any kind (rules are the caller's code): the others must not wait for this process
             error = problem
-    exchange(model, found, error, rank0_reads=rank0_reads)
+    exchange(model, found, error, rank0_reads=rank0_reads, progress=progress, progress_callback=progress_callback)
     _set_extra_states_together(model, found, rank0_reads=rank0_reads)
 
 

@@ -16,7 +16,10 @@ from bigmodel.training.config_file import DEFAULT_CONFIG_FILE
 
 SURFACE: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("surface.json").read_text(encoding="utf-8"))
 
-ADDED = {"load_checkpoint_in_model": ["mmap", "reading"], "utils.BnbQuantizationConfig": ["pack_embeddings"]}
+ADDED = {
+    "load_checkpoint_in_model": ["mmap", "reading", "progress", "progress_callback"],
+    "utils.BnbQuantizationConfig": ["pack_embeddings"],
+}
 """What calls take besides: by keyword only and optional, so that no old call means anything else."""
 
 

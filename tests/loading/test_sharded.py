@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -215,6 +218,28 @@ def without_memory(folder: str) -> None:
             load_together(model, folder)
     finally:
         exchange.empty_tensor = real
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def progress_is_told(folder: str) -> None:
+    """One bar, and the callback in every process; an error in it is an error in all."""
+    rank = torch.distributed.get_rank()
+    size = sum(value.nbytes for name, value in filled().state_dict().items() if name != "head.weight")
+    for way in (load_together, partial(load_checkpoint_in_model, broadcast_from_rank0=True)):
+        heard: list[tuple[int, int]] = []
+        screen = io.StringIO()
+        with contextlib.redirect_stderr(screen):
+            way(empty(), folder, progress=True, progress_callback=lambda *told, heard=heard: heard.append(told))
+        assert heard[-1] == (size, size)
+        assert [done for done, _ in heard] == sorted({done for done, _ in heard})
+        assert ("Loading: 100%" in screen.getvalue()) == (rank == 0)
+
+    def refuse(done: int, total: int) -> None:
+        raise LookupError("the caller's own")
+
+    model = empty()
+    with pytest.raises(LookupError if rank == 1 else CheckpointError, match="the caller's own"):
+        load_together(model, folder, progress_callback=refuse if rank == 1 else None)
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
