@@ -93,7 +93,7 @@ class FileIdentity:
         elif self.inode != now.inode:
             change = "another file has taken its place"
         elif self.etag != now.etag:
-            change = f"its ETag was {self.etag} and is {now.etag}"
+            change = f"its ETag or time of writing was {self.etag} and is {now.etag}"
         else:
             change = "it was written to"
         raise CheckpointError(f"{file}: the file has changed since it was opened ({change}). Load the model again.")

@@ -587,3 +587,89 @@ def test_any_url_of_fsspec(tmp_path: Path) -> None:
             Checkpoint.open("memory://bucket/nothing.safetensors")
     finally:
         system.rm("/bucket", recursive=True)
+
+
+@pytest.fixture
+def bucket() -> Iterator[Callable[[str, bytes], None]]:
+    """Puts files into fsspec's memory, under memory://bucket."""
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    yield lambda name, data: system.pipe_file(f"/bucket/{name}", data)
+    system.rm("/bucket", recursive=True)
+
+
+def test_a_file_of_fsspec_that_has_changed_is_refused(bucket: Callable[[str, bytes], None]) -> None:
+    """By whatever of it is read, also where its size stays."""
+    bucket("model.safetensors", save(whole()))
+    checkpoint = Checkpoint.open("memory://bucket/model.safetensors")
+    on_disk = load(model(), checkpoint, {"": "disk"}).store
+    assert on_disk is not None
+    rows = torch.empty(2, 64)
+    on_disk.read_rows("1.weight", torch.tensor([5, 300]), rows)
+    assert torch.equal(rows, whole()["1.weight"].float()[[5, 300]])
+    bucket("model.safetensors", save({name: value + 1 for name, value in whole().items()}))
+    empty = model()
+    with pytest.raises(CheckpointError, match=r"memory://bucket/model.safetensors: the file has changed since it was opened"):
+        load(empty, checkpoint)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    with pytest.raises(CheckpointError, match="has changed since it was opened"):
+        on_disk.read_rows("1.weight", torch.tensor([5, 300]), rows)
+    bucket("model.safetensors", save(whole())[:-1000])
+    with pytest.raises(CheckpointError, match=r"has changed since it was opened .it had \d+ bytes and has \d+ now"):
+        load(empty, checkpoint)
+
+
+def test_a_file_of_fsspec_that_changes_while_it_is_read_is_refused(
+    bucket: Callable[[str, bytes], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    bucket("model.safetensors", save(whole()))
+    checkpoint = Checkpoint.open("memory://bucket/model.safetensors")
+    read = MemoryFileSystem.cat_file
+    turns = itertools.count(1)
+
+    def changing(*arguments: object, **named: object) -> bytes:
+        data: bytes = read(*arguments, **named)
+        if next(turns) == 3:
+            bucket("model.safetensors", save({name: value + 1 for name, value in whole().items()}))
+        return data
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", changing)
+    empty = model()
+    with pytest.raises(CheckpointError, match="has changed since it was opened"):
+        load(empty, checkpoint)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    assert next(turns) > 3
+
+
+def test_what_a_file_system_has_listed_before_is_not_taken_for_the_file_as_it_is(bucket: Callable[[str, bytes], None]) -> None:
+    import fsspec
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    class Listing(MemoryFileSystem):
+        """As those of object stores, which answer from the last listing."""
+
+        protocol = "listing"
+        told: dict[str, dict[str, object]] = {}  # noqa: RUF012
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return "/" + path.removeprefix("listing://").strip("/")
+
+        def info(self, path: str, **arguments: object) -> dict[str, object]:
+            if path not in self.told:
+                self.told[path] = super().info(path) | {"ETag": hash(self.store[path].getvalue())}
+            return self.told[path]
+
+        def invalidate_cache(self, path: str | None = None) -> None:
+            for known in [known for known in self.told if known.startswith(path or "")]:
+                del self.told[known]
+
+    fsspec.register_implementation("listing", Listing, clobber=True)
+    bucket("model.safetensors", save(whole()))
+    checkpoint = Checkpoint.open("listing://bucket/model.safetensors")
+    bucket("model.safetensors", save({name: value + 1 for name, value in whole().items()}))
+    with pytest.raises(CheckpointError, match=r"has changed since it was opened .its ETag"):
+        load(model(), checkpoint)
