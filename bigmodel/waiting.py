@@ -7,10 +7,10 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
-from typing import Final, TypeVar
+from concurrent.futures import Executor, Future, wait
+from typing import Any, Final, TypeVar
 
-__all__ = ["LOOK_UP_SECONDS", "not_awaited", "result_of", "start_daemon", "wait_until_done"]
+__all__ = ["LOOK_UP_SECONDS", "not_awaited", "result_of", "start_daemon", "submitted", "wait_until_done"]
 
 LOOK_UP_SECONDS: Final = 0.1
 """Longest wait in one go. A signal that comes in the moment before a wait does not end it, so an endless one would miss Ctrl-C."""
@@ -40,11 +40,30 @@ def wait_until_done(future: Future[Result]) -> None:
         wait([future], LOOK_UP_SECONDS)
 
 
+def submitted(pool: Callable[[], Executor], work: Callable[..., Result], *arguments: Any, **named: Any) -> Future[Result]:
+    """Hands work to the threads of `pool()`; where these take nothing any more, it is done here and now.
+
+    Python ends all pools when the main thread has come to its end, while other threads of the program, and functions of `atexit`, go on.
+    """
+    try:
+        return pool().submit(work, *arguments, **named)
+    except RuntimeError:
+        if threading.main_thread().is_alive():
+            raise
+    done: Future[Result] = Future()
+    try:
+        done.set_result(work(*arguments, **named))
+    except Exception as error:
+        done.set_exception(error)
+    return done
+
+
 def start_daemon(work: Callable[[], object], name: str) -> threading.Thread:
     """Starts a thread that does not keep the process from ending, for work that may wait for ever: for a server, say.
 
     The interpreter ends such a thread when it next wants to run Python, which aborts the process when that is on the way out of torch's
     C++. So the process's end gives those who are at work time to come to theirs; where they wait for others, they say so (`not_awaited`).
+    After that, and where no thread can be had, the work is done by the caller's own.
     """
 
     def run() -> None:
@@ -58,8 +77,12 @@ def start_daemon(work: Callable[[], object], name: str) -> threading.Thread:
             _daemons.discard(thread)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    return thread
+    if not _is_ending:
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+            return thread
+    work()
+    return threading.current_thread()
 
 
 @contextlib.contextmanager

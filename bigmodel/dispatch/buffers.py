@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..devices import has_streams, on_stream
+from ..waiting import submitted
 from .transforms import outside_transforms
 
 if TYPE_CHECKING:
@@ -99,13 +100,13 @@ class Reader:
     def submit(self, reading: Reading, buffer: Buffer, recording: Recording | None = None) -> Future[None]:
         """Reads in the background, in the order of the calls."""
         with self._lock:
-            self._last = self._started().submit(fill if self._staging is None else self._fill_on_device, reading, buffer, recording)
+            self._last = submitted(self._started, fill if self._staging is None else self._fill_on_device, reading, buffer, recording)
             return self._last
 
     def run(self, task: Callable[[], None]) -> Future[None]:
         """Does something else in the background, behind the reads so far."""
         with self._lock:
-            return self._started().submit(task)
+            return submitted(self._started, task)
 
     def _started(self) -> ThreadPoolExecutor:
         if self._thread is None:

@@ -13,7 +13,7 @@ import torch
 from ..devices import reading_threads
 from ..progress import Progress
 from ..protocols import Packer, Packing, TensorSpec
-from ..waiting import LOOK_UP_SECONDS
+from ..waiting import LOOK_UP_SECONDS, submitted
 from .host_memory import empty_tensor
 from .reader import Reader
 from .transfer import Computation, Transfer
@@ -43,12 +43,11 @@ def pack_weights(
     """
     parts = (part for transfer, device in _in_file_order(jobs) for part in _parts(transfer, device, packer))
     running: dict[Future[None], _Weight] = {}
-    pool = workers()
     try:
         while True:
             while len(running) < reading_threads() and (following := next(parts, None)) is not None:
                 weight, transfer, start, device = following
-                running[pool.submit(_read_and_pack, reader, transfer, start, device, weight.packing, progress)] = weight
+                running[submitted(workers, _read_and_pack, reader, transfer, start, device, weight.packing, progress)] = weight
             if not running:
                 return
             # In short waits: a signal that comes in the moment before one does not end it.

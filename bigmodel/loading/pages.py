@@ -22,7 +22,7 @@ from ..constants import KiB, MiB
 from ..devices import reading_threads
 from ..errors import CheckpointError
 from ..settings import environment_flag
-from ..waiting import result_of
+from ..waiting import result_of, submitted
 from .entry import Entry, contiguous_strides
 from .files import OpenFiles
 from .location import RemoteFile
@@ -159,7 +159,7 @@ class MappedPages:
                 for start in range(offset, offset + nbytes, CHUNK_BYTES)
             ]
         )
-        for reading in [workers().submit(_bring_in, chunks) for _ in range(reading_threads())]:
+        for reading in [submitted(workers, _bring_in, chunks) for _ in range(reading_threads())]:
             result_of(reading)
 
 

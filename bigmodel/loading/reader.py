@@ -12,7 +12,7 @@ import torch
 from ..devices import reading_threads
 from ..errors import MatchError
 from ..progress import Progress
-from ..waiting import result_of
+from ..waiting import result_of, submitted
 from .copying import copy_rounded
 from .entry import FileIdentity, contiguous_strides
 from .files import OpenFiles
@@ -109,8 +109,8 @@ class Reader:
             futures = []
             for number in range(count):
                 is_spare = number >= reading_threads()
-                pool = spare_workers() if is_spare else workers()
-                futures.append(pool.submit(_drain, pending, flat, streams, way, progress, crew, fresh=fresh, is_spare=is_spare))
+                pool = spare_workers if is_spare else workers
+                futures.append(submitted(pool, _drain, pending, flat, streams, way, progress, crew, fresh=fresh, is_spare=is_spare))
             for future in futures:
                 result_of(future)
         finally:

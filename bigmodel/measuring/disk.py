@@ -18,6 +18,7 @@ from ..constants import MiB
 from ..devices import available_host_bytes, reading_threads
 from ..errors import MachineError
 from ..machine import Rate
+from ..waiting import submitted
 
 __all__ = ["measure_disk"]
 
@@ -81,7 +82,7 @@ def _dropped_from_page_cache(file: Path) -> bool:
 def _pass_seconds(file: Path, destination: memoryview, pool: ThreadPoolExecutor) -> float:
     starts = iter(range(0, destination.nbytes, READ_BYTES))
     started = time.perf_counter()
-    for done in [pool.submit(_read, file, destination, starts) for _ in range(pool._max_workers)]:
+    for done in [submitted(lambda: pool, _read, file, destination, starts) for _ in range(pool._max_workers)]:
         done.result()
     return time.perf_counter() - started
 
