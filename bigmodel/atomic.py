@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,8 +16,11 @@ __all__ = ["atomic_file", "folder_to_write", "write_all", "write_atomically"]
 
 
 @contextlib.contextmanager
-def atomic_file(file: Path) -> Iterator[BinaryIO]:
-    """A stream to a temporary neighbour of `file`, which takes its place when the block ends; an error leaves no trace."""
+def atomic_file(file: Path, stays: Callable[[], bool] | None = None) -> Iterator[BinaryIO]:
+    """A stream to a temporary neighbour of `file`, which takes its place when the block ends; an error leaves no trace.
+
+    Where there is a file by then, `stays` says whether that one stays: somebody else may have written the same, and be reading it already.
+    """
     temporary = ""
     try:
         with uninterrupted():
@@ -30,12 +33,24 @@ def atomic_file(file: Path) -> Iterator[BinaryIO]:
             umask = os.umask(0)
             os.umask(umask)
             os.chmod(temporary, 0o666 & ~umask)
-            os.replace(temporary, file)
+            if stays is None or not (_linked(temporary, file) or stays()):
+                os.replace(temporary, file)
+            else:
+                os.unlink(temporary)
     except BaseException:
         with uninterrupted(), contextlib.suppress(FileNotFoundError):
             if temporary:
                 os.unlink(temporary)
         raise
+
+
+def _linked(temporary: str, file: Path) -> bool:
+    """Gives what is written its name, in one step, if nothing has that name yet. Not where file systems know no links."""
+    try:
+        os.link(temporary, file)
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

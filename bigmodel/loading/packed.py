@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -109,7 +109,9 @@ def bring_packed(
     if written and file is None:
         result.folder = PrivateFolder()
         file = result.folder.path / "packed.safetensors"
-    with _stream(file if written else None) as stream:
+    own = file
+    # Another process, or thread, may have packed the same in the meantime, and be reading its file: that one is read here, too.
+    with _stream(file if written else None, lambda: kept_packed(own, weights, packer) is not None) as stream:
         target = None if stream is None else TensorFile(stream, written, {"format": "pt", PACKED_FROM: _packed_from(weights)})
         jobs = [(transfer, devices[name] or CPU) for name, transfer in weights.items()]
         for name, tensors in pack_weights(reader, jobs, packer, progress):
@@ -126,11 +128,11 @@ def bring_packed(
 
 
 @contextlib.contextmanager
-def _stream(file: Path | None) -> Iterator[BinaryIO | None]:
+def _stream(file: Path | None, stays: Callable[[], bool]) -> Iterator[BinaryIO | None]:
     if file is None:
         yield None
         return
-    with folder_to_write(file.parent), atomic_file(file) as stream:
+    with folder_to_write(file.parent), atomic_file(file, stays) as stream:
         yield stream
 
 
