@@ -72,7 +72,7 @@ class SavingMethods:
 
     def save_state(
         self, output_dir: str | PathLike[str] | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
-    ) -> str:
+    ) -> Path:
         """Saves all that it takes to go on as if the job had not stopped, in one folder. All processes call it.
 
         Models, optimizers, schedulers, the gradient scaler, the random states of every process, the positions of data loaders, and what was
@@ -85,7 +85,7 @@ class SavingMethods:
             safe_serialization: weights as safetensors; False: as `torch.save` writes them.
             save_model_func_kwargs: for the strategy that the model is spread by.
 
-        Returns the folder.
+        Returns the folder, as it was given (`~` is the user's own).
 
         Raises:
             TrainingError: no folder, a numbered one that exists, a state that could not be read back, or another process that failed.
@@ -109,7 +109,7 @@ class SavingMethods:
             CheckpointNotFoundError: no folder, or nothing in it for something that is prepared.
             MatchError: weights that are not the model's.
             CheckpointError: a folder that was not copied completely.
-            TrainingError: a file that would run code, or another process that failed.
+            TrainingError: a file that would run code, other objects registered than were saved, or another process that failed.
         """
         load_training_state(self._whole, input_dir, load_kwargs, **load_model_func_kwargs)
 

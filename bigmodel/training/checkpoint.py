@@ -24,8 +24,9 @@ __all__ = ["load_training_state", "save_training_state"]
 CUSTOM_NAME: Final = "custom_checkpoint"
 
 
-def save_training_state(accelerator: Accelerator, output_dir: str | PathLike[str] | None, safe_serialization: bool, **kwargs: Any) -> str:
-    """Writes models, optimizers, schedulers, scaler, random states, positions of data loaders and registered objects. Returns the folder.
+def save_training_state(accelerator: Accelerator, output_dir: str | PathLike[str] | None, safe_serialization: bool, **kwargs: Any) -> Path:
+    """Writes models, optimizers, schedulers, scaler, random states, positions of data loaders and registered objects. Returns the folder,
+    as it was given.
 
     The folder appears when every process has written its part; an error leaves what was there before. See `Accelerator.save_state`.
     """
@@ -34,7 +35,8 @@ def save_training_state(accelerator: Accelerator, output_dir: str | PathLike[str
     if output_dir is None and not named:
         raise TrainingError("save_state needs a folder: give one, or set ProjectConfiguration(automatic_checkpoint_naming=True).")
     with together("save_state"):
-        folder = next_checkpoint(project) if named else _whole_path(str(output_dir))
+        given = next_checkpoint(project) if named else Path(str(output_dir)).expanduser()
+        folder = _whole_path(given)
     facts = {
         "format": 1,
         "num_processes": accelerator.num_processes,
@@ -64,9 +66,10 @@ def save_training_state(accelerator: Accelerator, output_dir: str | PathLike[str
             if accelerator._writes_files:
                 delete_oldest(project)
     project.iteration += 1
-    written = [str(folder)]
+    place = given if given.is_dir() else folder
+    written = [place]
     broadcast_object_list(written)  # processes of one host may have named it by their clocks
-    return str(folder) if folder.is_dir() else written[0]
+    return place if folder.is_dir() else written[0]
 
 
 def _whole_path(folder: str | PathLike[str]) -> Path:
@@ -138,6 +141,7 @@ def load_training_state(
         facts = read_manifest(folder)
     _refuse_other_folders(folder, bool(facts))
     with together(f"Loading {folder}"):
+        _refuse_other_objects(folder, accelerator._custom_objects)
         _load_models(accelerator, folder, kwargs)
         for index, optimizer in enumerate(accelerator._optimizers):
             accelerator.strategy.load_optimizer(optimizer, index, folder, map_location)
@@ -158,6 +162,16 @@ def _refuse_other_folders(folder: Path, holds_a_state: bool) -> None:
         raise TrainingError(
             f"load_state: process {rank} reads {empty}, which save_state has not written, and others read {full}. "
             "Give all processes of a host one folder: the one that save_state returned."
+        )
+
+
+def _refuse_other_objects(folder: Path, registered: list[Any]) -> None:
+    saved = sorted(file.name for file in folder.glob(f"{CUSTOM_NAME}_*.pkl"))
+    if len(saved) != len(registered):
+        kinds = ", ".join(type(thing).__name__ for thing in registered) or "none"
+        raise TrainingError(
+            f"{folder} has the states of {len(saved)} registered objects ({', '.join(saved) or 'none'}), and {len(registered)} are "
+            f"registered ({kinds}): give register_for_checkpointing as many as when it was saved, in the same order."
         )
 
 

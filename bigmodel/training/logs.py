@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import MutableMapping
 from typing import Any
 
 from tqdm.auto import tqdm as every_bar
 
 from ..settings import read_variable
+from .environment import RANK_VARIABLES, get_int_from_env
 from .state import PartialState
 
 __all__ = ["ProcessLogger", "get_logger", "tqdm"]
 
 
 class ProcessLogger(logging.LoggerAdapter):
-    """A logger that the main process alone writes to, unless a call says otherwise.
+    """A logger that the main process alone writes to, unless a call says otherwise; messages begin with the process's rank, `[RANK 0] `.
 
     Every logging method takes, beside its own arguments, `main_process_only` (default True) and `in_order` (default False): all processes
     write, one after the other by rank; each of them must make the call then.
@@ -35,7 +35,7 @@ class ProcessLogger(logging.LoggerAdapter):
                 if rank == state.process_index:
                     self._write(level, msg, args, kwargs)
                 state.wait_for_everyone()
-        elif in_order or not main_process_only or _is_main_process():
+        elif in_order or not main_process_only or _rank() == 0:
             self._write(level, msg, args, kwargs)
 
     def _write(self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -45,8 +45,8 @@ class ProcessLogger(logging.LoggerAdapter):
         self.logger.log(level, msg, *args, **kwargs)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """The message as it is, and the call's own `extra`."""
-        return msg, kwargs
+        """The message behind this process's rank, and the call's own `extra`."""
+        return f"[RANK {_rank()}] {msg}", kwargs
 
     @functools.cache  # noqa: B019 - loggers live as long as the process
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
@@ -54,9 +54,9 @@ class ProcessLogger(logging.LoggerAdapter):
         self.warning(*args, **kwargs)
 
 
-def _is_main_process() -> bool:
+def _rank() -> int:
     # What is logged before anything of training is made must not start a process group.
-    return PartialState().is_main_process if PartialState._shared_state else os.environ.get("RANK", "0") == "0"
+    return PartialState().process_index if PartialState._shared_state else get_int_from_env(RANK_VARIABLES, 0)
 
 
 def get_logger(name: str, log_level: str | None = None) -> ProcessLogger:

@@ -185,7 +185,7 @@ def test_a_missing_folder_is_told_by_all(processes: Sizes, tmp_path: Path) -> No
     assert set(caught.value.errors) == {0, 1}
 
 
-def saved_under_own_names(folder: str) -> tuple[str, list[Any], list[Any], str]:
+def saved_under_own_names(folder: str) -> tuple[Path, list[Any], list[Any], str]:
     job = Job({})
     own = Path(folder) / f"at-{job.accelerator.process_index}"
     place = job.accelerator.save_state(own)
@@ -202,7 +202,7 @@ def saved_under_own_names(folder: str) -> tuple[str, list[Any], list[Any], str]:
 
 def test_one_folder_is_written_and_returned_whatever_each_process_calls_it(processes: Sizes, tmp_path: Path) -> None:
     for place, rest, again, told in processes(2).run(saved_under_own_names, str(tmp_path)):
-        assert place == str(tmp_path / "at-0")
+        assert place == tmp_path / "at-0"
         assert rest == again
         assert told.startswith(
             f"load_state: process 1 reads {tmp_path / 'at-1'}, which save_state has not written, and others read {place}"

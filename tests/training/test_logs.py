@@ -27,7 +27,7 @@ def test_one_process_writes_with_the_callers_line(caplog: pytest.LogCaptureFixtu
         logger.log(logging.ERROR, "at a level", in_order=True)
     finally:
         logging.root.setLevel(logging.WARNING)
-    assert [record.getMessage() for record in caplog.records] == ["seen 3", "once", "at a level"]
+    assert [record.getMessage() for record in caplog.records] == ["[RANK 0] seen 3", "[RANK 0] once", "[RANK 0] at a level"]
     assert caplog.records[0].funcName == "test_one_process_writes_with_the_callers_line"
     assert not PartialState._shared_state  # logging starts no group
 
@@ -36,7 +36,7 @@ def test_before_the_state_is_made_the_launchers_rank_decides(caplog: pytest.LogC
     monkeypatch.setenv("RANK", "1")
     get_logger("bigmodel.test.early").warning("not seen")
     get_logger("bigmodel.test.early").warning("seen", main_process_only=False)
-    assert [record.getMessage() for record in caplog.records] == ["seen"]
+    assert [record.getMessage() for record in caplog.records] == ["[RANK 1] seen"]
 
 
 def test_the_level_of_the_environment_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,8 +64,8 @@ def writes() -> tuple[list[str], bool, bool]:
 
 def test_the_main_process_writes_for_all(processes: Sizes) -> None:
     first, second = processes(2).run(writes)
-    assert first == (["main", "all", "in order"], False, False)
-    assert second == (["all", "in order"], True, False)
+    assert first == (["[RANK 0] main", "[RANK 0] all", "[RANK 0] in order"], False, False)
+    assert second == (["[RANK 1] all", "[RANK 1] in order"], True, False)
 
 
 def order() -> list[str]:

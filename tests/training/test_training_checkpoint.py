@@ -151,7 +151,7 @@ def test_skipping_by_hand_gives_the_same_rest(tmp_path: Path) -> None:
 def test_the_folder_has_the_names_that_others_look_for(tmp_path: Path) -> None:
     job = Job(mixed_precision="fp16", tied=True)
     other = job.accelerator.prepare(nn.Linear(2, 2))
-    folder = Path(job.accelerator.save_state(tmp_path / "state"))
+    folder = job.accelerator.save_state(tmp_path / "state")
     assert {file.name for file in folder.iterdir()} == {
         "model.safetensors",
         "model_1.safetensors",
@@ -176,6 +176,51 @@ def test_the_folder_has_the_names_that_others_look_for(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["state"]
 
 
+@pytest.mark.parametrize("given", ["state", Path("runs/state"), "./state"])
+def test_the_folder_is_told_as_it_was_given(given: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Accelerator(cpu=True).save_state(given)
+    assert folder == Path(given)
+    assert (folder / "training_state.json").exists()
+
+
+def test_a_folder_that_is_told_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert Accelerator(cpu=True).save_state("not_there/../state") == tmp_path / "state"
+    assert Accelerator(cpu=True).save_state("~/state") == tmp_path / "state"
+
+
+def test_a_numbered_folder_is_told_below_the_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    project = ProjectConfiguration(project_dir="project", automatic_checkpoint_naming=True)
+    assert Accelerator(cpu=True, project_config=project).save_state() == Path("project/checkpoints/checkpoint_0")
+
+
+@pytest.mark.parametrize(("saved", "registered"), [(1, 0), (2, 1), (0, 1), (1, 3)])
+def test_as_many_objects_are_registered_as_were_saved(saved: int, registered: int, tmp_path: Path) -> None:
+    def trained(count: int) -> tuple[Accelerator, nn.Linear, list[Counter]]:
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(nn.Linear(2, 2))
+        counters = [Counter() for _ in range(count)]
+        accelerator.register_for_checkpointing(*counters)
+        return accelerator, model, counters
+
+    accelerator, _, counters = trained(saved)
+    for counter in counters:
+        counter.count = 5
+    accelerator.save_state(tmp_path / "state")
+    accelerator, model, counters = trained(registered)
+    before = model.weight.detach().clone()
+    names = ", ".join(f"custom_checkpoint_{index}.pkl" for index in range(saved)) or "none"
+    told = rf"state.*of {saved} registered objects \({names}\), and {registered} are registered"
+    with pytest.raises(TrainingError, match=told) as caught:
+        accelerator.load_state(tmp_path / "state")
+    assert isinstance(caught.value, RuntimeError)
+    assert torch.equal(model.weight, before)
+    assert [counter.count for counter in counters] == [0] * registered
+
+
 def test_files_of_torch_do_as_well(tmp_path: Path) -> None:
     job = Job()
     expected = job.model[0].weight.detach().clone()
@@ -194,7 +239,7 @@ def test_checkpoints_are_numbered_and_the_oldest_go(tmp_path: Path) -> None:
     job = Job(project_config=project)
     for number in range(3):
         job.counter.count = number
-        assert job.accelerator.save_state() == str(tmp_path / "checkpoints" / f"checkpoint_{number}")
+        assert job.accelerator.save_state() == tmp_path / "checkpoints" / f"checkpoint_{number}"
     assert sorted(file.name for file in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
     again = Job(project_config=ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True, total_limit=2))
     again.accelerator.project_configuration.iteration = 1
@@ -356,6 +401,7 @@ def test_another_model_is_told(tmp_path: Path) -> None:
     Job().accelerator.save_state(tmp_path)
     fresh()
     accelerator = Accelerator(cpu=True)
+    accelerator.register_for_checkpointing(Counter())
     accelerator.prepare(nn.Linear(3, 3))
     with pytest.raises(MatchError, match=r"model\.safetensors does not fill model 0"):
         accelerator.load_state(tmp_path)
