@@ -43,6 +43,8 @@ class Checkpoint:
     """The files as they were when their headers were read."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """What is no tensor, by the name of an entry without bytes: extra states of modules in files of `torch.save`."""
+    versions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What state dicts of torch note of their modules (`state_dict._metadata`), by the modules' names."""
 
     @classmethod
     def open(cls, where: str | os.PathLike[str], *, verify: bool | Mapping[str, str] = False, keep: bool = False) -> Checkpoint:
@@ -76,7 +78,8 @@ class Checkpoint:
         local |= {file: FileIdentity.of(file) for file in files if not isinstance(file, RemoteFile) and file not in local}
         metadata = dict(item for header in reversed(headers) for item in header.metadata.items())
         values = {name: value for header in headers for name, value in header.values.items()}
-        checkpoint = cls(entries, parts.location, format_.name, files, metadata, local | remote, values)
+        versions = dict(item for header in reversed(headers) for item in header.versions.items())
+        checkpoint = cls(entries, parts.location, format_.name, files, metadata, local | remote, values, versions)
         if verify:
             verify_files(files, None if isinstance(verify, bool) else verify, summed=checkpoint._summed())
         checkpoint.check_unchanged()

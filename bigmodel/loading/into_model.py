@@ -30,8 +30,9 @@ from .extra_state import ExtraStates, set_extra_states
 from .folder_owner import OWNER_NAME, check_owner, write_owner
 from .host_memory import empty_host_tensor
 from .keys import KeyRules
+from .load_hooks import call_after, load_hooks
 from .location import CheckpointFile, RemoteFile
-from .match import DtypeOf, Match, match
+from .match import DtypeOf, Match, match, some
 from .materialize import materialize, placements
 from .offload_folder import load_offloaded_weight, offload_weight
 from .reader import Reader
@@ -69,6 +70,7 @@ def load(
     Entries that fill nothing are a warning. No file is written.
     """
     found = match(model, checkpoint, rules, dtype_of=dtype_of, ignore_missing=ignore_missing, ignore_unexpected=ignore_unexpected)
+    _report_hooks(found)
     found.check(strict=strict)
     _report_unexpected(model, found)
     return materialize(
@@ -85,6 +87,16 @@ def load(
         progress=progress,
         progress_callback=progress_callback,
     )
+
+
+def _report_hooks(found: Match) -> None:
+    if found.hooks.problems:
+        logger.warning(
+            "What these modules do in load_state_dict was left out, and their weights are taken as they are in %s: %s. Where they need it, "
+            "call load_state_dict of the module itself with the tensors of the checkpoint.",
+            found.location,
+            some(found.hooks.problems, "; "),
+        )
 
 
 def _report_unexpected(model: nn.Module, found: Match) -> None:
@@ -183,6 +195,7 @@ def load_checkpoint_in_model(
     source = _address(opened.location)
     check_owner(offload_folder, model, source)
     found = match(model, opened, dtype_of=dtype_rule(dtype, keep_in_fp32_modules))
+    _report_hooks(found)
     found.check(strict=strict)
     keys = placements(model, found, devices, offload_buffers=offload_buffers)
     every = {name: [name, *(alias for alias, first in found.aliases.items() if first == name)] for name in found.transfers}
@@ -206,8 +219,10 @@ def load_checkpoint_in_model(
 
 
 def _is_made(names: Collection[str], opened: Checkpoint, found: Match) -> bool:
-    """Whether the tensor of these names is made of several entries of the checkpoint, so that no index can point at it."""
-    entry = next((each for each in names if each in found.available), None)
+    """Whether the tensor of these names is no entry of the checkpoint but made of some, so that no index can point at it."""
+    if not found.hooks.computed.isdisjoint(names):
+        return True
+    entry = next((each for each in (found.hooks.entry_of.get(name, name) for name in names) if each in found.available), None)
     return entry is not None and opened.entries.get(entry) is not found.available[entry]
 
 
@@ -236,7 +251,7 @@ def _offload_index(opened: Checkpoint, found: Match, keys: Mapping[str, DeviceKe
         if name in made:
             continue
         # Without key rules a tensor is filled from one entry, which may be its tie's and may lie in parts of the same name.
-        entry = opened.entries[next((part.name for part in transfer.entries()), name)]
+        entry = opened.entries[next((part.name for part in transfer.entries()), found.hooks.entry_of.get(name, name))]
         kind = "safetensors_file" if entry.file.suffix == ".safetensors" else "torch_file"
         index[name] |= {kind: source if isinstance(entry.contents, Sharded) else _address(entry.file), "weight_name": entry.name}
     return index | {alias: index[first] for alias, first in found.aliases.items() if first in index}
@@ -289,12 +304,17 @@ def load_together(
     if not rank0_reads or torch.distributed.get_rank() == 0:
         try:
             found = match(model, Checkpoint.open(checkpoint), rules, dtype_of=dtype_of)
+            _report_hooks(found)
             found.check(strict=strict)
             _report_unexpected(model, found)
         except Exception as problem:  # of any kind (rules are the caller's code): the others must not wait for this process
             error = problem
     exchange(model, found, error, rank0_reads=rank0_reads, progress=progress, progress_callback=progress_callback)
     _set_extra_states_together(model, found, rank0_reads=rank0_reads)
+    if found is not None:
+        call_after(model, found.hooks.after, found.without_entry, found.unexpected)
+    elif rules is None:
+        call_after(model, load_hooks(model).after, (), ())
 
 
 def _set_extra_states_together(model: nn.Module, found: Match | None, *, rank0_reads: bool) -> None:

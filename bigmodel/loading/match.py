@@ -19,12 +19,14 @@ from .checkpoint import Checkpoint
 from .checksum import checksums_in
 from .entry import Entry, FileIdentity
 from .extra_state import JSON_TEXT, ExtraState, extra_state_takers
+from .hooked import hooked
 from .keys import KeepsScales, KeyRules, SameNames, Source, Whole
+from .load_hooks import NO_HOOKS, FollowedHooks
 from .location import CheckpointFile
 from .scales import ScaledEntries, packed_form, scaled_entries
 from .transfer import Computation, Transfer, lower
 
-__all__ = ["DtypeOf", "Match", "match", "model_tensors"]
+__all__ = ["DtypeOf", "Match", "match", "model_tensors", "some"]
 
 DtypeOf = Callable[[str, TensorSpec, torch.dtype], torch.dtype]
 """(name in the model, its shape and dtype there, dtype in the file) → the dtype that it shall have."""
@@ -66,6 +68,13 @@ class Match:
     """What fills the extra states of modules, by name in the state dict."""
     checksums: Mapping[str, str]
     """Of entries, by name, where the checkpoint has them."""
+    hooks: FollowedHooks = NO_HOOKS
+    """What became of what the modules do in `load_state_dict`."""
+
+    @property
+    def without_entry(self) -> tuple[str, ...]:
+        """Tensors of the model and extra states that the checkpoint does not fill."""
+        return self.missing + self.ignored + self.kept
 
     def check(self, *, strict: bool = False, allow_empty_buffers: bool = False) -> None:
         """Raises `MatchError` with everything that would leave the model wrong; `strict` refuses unexpected and kept names too."""
@@ -77,18 +86,18 @@ class Match:
                 f"{name}: {list(expected)} in the model, {list(found)} in the checkpoint{self._packed_story(name)}"
                 for name, expected, found in self.misshapen
             ]
-            problems.append(f"shapes differ: {_some(lines, '; ')}")
+            problems.append(f"shapes differ: {some(lines, '; ')}")
         if self.refused:
-            problems.append(f"values would be lost: {_some([f'{name} ({why})' for name, why in self.refused], '; ')}")
+            problems.append(f"values would be lost: {some([f'{name} ({why})' for name, why in self.refused], '; ')}")
         if self.empty_buffers and not allow_empty_buffers:
             problems.append(
-                f"buffers without values that no checkpoint holds: {_some(self.empty_buffers)}; build the model under "
+                f"buffers without values that no checkpoint holds: {some(self.empty_buffers)}; build the model under "
                 "init_empty_weights(include_buffers=False), or compute them before loading"
             )
         if strict and self.unexpected:
-            problems.append(f"unexpected in the checkpoint: {_some(self.unexpected)}")
+            problems.append(f"unexpected in the checkpoint: {some(self.unexpected)}")
         if strict and self.kept:
-            problems.append(f"buffers or extra states missing in the checkpoint: {_some(self.kept)}")
+            problems.append(f"buffers or extra states missing in the checkpoint: {some(self.kept)}")
         if problems:
             raise MatchError(
                 f"{self.location} does not fit the model. " + ". ".join(problem[0].upper() + problem[1:] for problem in problems) + "."
@@ -110,7 +119,8 @@ class Match:
         return "" if packed is None else f" ({packed})"
 
 
-def _some(items: Sequence[str], separator: str = ", ") -> str:
+def some(items: Sequence[str], separator: str = ", ") -> str:
+    """The first of them, and how many more there are."""
     shown = separator.join(items[:NAMES_SHOWN])
     return shown if len(items) <= NAMES_SHOWN else f"{shown}{separator}and {len(items) - NAMES_SHOWN} more"
 
@@ -159,12 +169,15 @@ def match(
 
     Tied tensors (one object under several names) are filled once, by whichever of their names the checkpoint has. `dtype_of` decides each
     tensor's dtype (default: the model's own). Names that one of the regular expressions `ignore_missing` or `ignore_unexpected` finds are
-    not reported. Raises `PlanError` for one that is no regular expression, and `MatchError` when a rule cannot be carried out; what does
-    not fit is in the result, see `Match.check`.
+    not reported. Without rules, or with `Renamed`, what modules do in `load_state_dict` takes part (see `HookedNames`). Raises `PlanError`
+    for one that is no regular expression, and `MatchError` when a rule cannot be carried out; what does not fit is in the result, see
+    `Match.check`.
     """
     may_miss = _patterns(ignore_missing, "ignore_missing")
     may_be_left = _patterns(ignore_unexpected, "ignore_unexpected")
     tensors, names, empty = model_tensors(model)
+    hooks = hooked(model, rules, checkpoint.versions)
+    rules = hooks or rules
     specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     scaled = scaled_entries(checkpoint.entries, specs, rules.kept_scales if isinstance(rules, KeepsScales) else ())
     entries = scaled.entries
@@ -219,6 +232,7 @@ def match(
         identities=checkpoint.identities,
         extra_states=extra_states,
         checksums=checksums_in(checkpoint.metadata),
+        hooks=NO_HOOKS if hooks is None else hooks.followed(),
     )
 
 

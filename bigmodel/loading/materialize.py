@@ -24,6 +24,7 @@ from .exchange import several_processes
 from .extra_state import ExtraStates, set_extra_states
 from .finite import refuse_not_finite
 from .host_memory import empty_tensors
+from .load_hooks import call_after
 from .location import RemoteFile
 from .mapped import mapped_tensors
 from .match import Match
@@ -193,6 +194,7 @@ def materialize(
                 assert store is not None
                 replacement.put_at_rest(names[name], _spec(transfer), store, name)
             set_extra_states(model, extra.values())
+            call_after(model, match.hooks.after, match.without_entry, match.unexpected, weights)
     finally:
         reader.close()
     return LoadReport(

@@ -48,6 +48,8 @@ class Header:
     metadata: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     """What is no tensor and stands in the header itself, by the name of an entry without bytes: extra states of modules."""
+    versions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What a state dict of torch notes of the modules that it was made of, by their names."""
 
 
 class Format(Protocol):

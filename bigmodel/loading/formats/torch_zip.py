@@ -55,7 +55,7 @@ class TorchZipFormat:
             if isinstance(name, str) and is_extra_state(name) and not isinstance(value, torch.Tensor)
         }
         entries += [Entry(name, file, 0, 0, torch.uint8, (0,)) for name in values]
-        return Header(tuple(entries), values=values)
+        return Header(tuple(entries), values=values, versions=_versions(archive.content))
 
 
 def _old(file: CheckpointFile) -> str:
@@ -64,6 +64,14 @@ def _old(file: CheckpointFile) -> str:
         f"not an archive of torch 1.6 or later. If torch can read it, {download}convert it once: "
         f"torch.save(torch.load({file.name!r}, weights_only=True), {file.name!r})."
     )
+
+
+def _versions(content: Any) -> dict[str, Mapping[str, Any]]:
+    """What torch hangs on a state dict for its modules' hooks."""
+    noted = getattr(content, "_metadata", None)
+    if not isinstance(noted, Mapping):
+        return {}
+    return {name: told for name, told in noted.items() if isinstance(name, str) and isinstance(told, Mapping)}
 
 
 def _tensors(content: Any, file: CheckpointFile) -> dict[str, torch.Tensor]:
