@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from .constants import GiB, KiB, MiB
 
-__all__ = ["bytes_text", "first_repeated", "kind_text", "listed", "names_text", "printable"]
+__all__ = ["bytes_text", "first_repeated", "get_pretty_name", "kind_text", "listed", "names_text", "printable"]
 
 
 def bytes_text(nbytes: int | None, *, short: bool = False) -> str:
@@ -67,3 +67,12 @@ def first_repeated(names: Iterable[str]) -> str:
             return name
         seen.add(name)
     raise ValueError("no name is repeated")
+
+
+def get_pretty_name(obj: object) -> str:
+    """What a class, function or module is called; of any other object what its class is."""
+    for named in (obj, type(obj)):
+        for attribute in ("__qualname__", "__name__"):
+            if hasattr(named, attribute):
+                return str(getattr(named, attribute))
+    return str(obj)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 
+import torch
+
 from ..devices import accelerator_type, accelerators, computes_bf16
 from ..errors import TrainingError
 from .environment import parse_flag_from_env
-from .versions import is_torch_version
+from .versions import compare_versions, is_torch_version
 
 __all__ = [
+    "is_4bit_bnb_available",
+    "is_8bit_bnb_available",
     "is_aim_available",
     "is_bf16_available",
     "is_bnb_available",
@@ -19,7 +23,10 @@ __all__ = [
     "is_datasets_available",
     "is_deepspeed_available",
     "is_dvclive_available",
+    "is_fp8_available",
+    "is_fp16_available",
     "is_hpu_available",
+    "is_lomo_available",
     "is_matplotlib_available",
     "is_megatron_lm_available",
     "is_mlflow_available",
@@ -32,6 +39,8 @@ __all__ = [
     "is_pandas_available",
     "is_peft_available",
     "is_rich_available",
+    "is_rocm_available",
+    "is_schedulefree_available",
     "is_sdaa_available",
     "is_swanlab_available",
     "is_tensorboard_available",
@@ -67,9 +76,20 @@ def is_aim_available() -> bool:
     return is_package_available("aim")
 
 
-def is_bnb_available() -> bool:
-    """Whether `bitsandbytes` is installed."""
-    return is_package_available("bitsandbytes")
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Whether `bitsandbytes` is installed, and is `min_version` or later."""
+    there = is_package_available("bitsandbytes")
+    return there and (min_version is None or compare_versions("bitsandbytes", ">=", min_version))
+
+
+def is_4bit_bnb_available() -> bool:
+    """Whether a `bitsandbytes` is installed that packs in 4 bits."""
+    return is_bnb_available("0.39.0")
+
+
+def is_8bit_bnb_available() -> bool:
+    """Whether a `bitsandbytes` is installed that saves what it has packed in 8 bits."""
+    return is_bnb_available("0.37.2")
 
 
 def is_clearml_available() -> bool:
@@ -95,6 +115,11 @@ def is_deepspeed_available() -> bool:
 def is_dvclive_available() -> bool:
     """Whether `dvclive` is installed."""
     return is_package_available("dvclive")
+
+
+def is_lomo_available() -> bool:
+    """Whether `lomo_optim` is installed."""
+    return is_package_available("lomo_optim")
 
 
 def is_matplotlib_available() -> bool:
@@ -125,6 +150,11 @@ def is_peft_available() -> bool:
 def is_rich_available() -> bool:
     """Whether `rich` is installed."""
     return is_package_available("rich")
+
+
+def is_schedulefree_available() -> bool:
+    """Whether `schedulefree` is installed."""
+    return is_package_available("schedulefree")
 
 
 def is_swanlab_available() -> bool:
@@ -222,6 +252,11 @@ def is_npu_available(check_device: bool = False) -> bool:
     return accelerator_type() == "npu"
 
 
+def is_rocm_available() -> bool:
+    """Whether the accelerators are of torch's type `cuda`, and torch is built for ROCm."""
+    return torch.version.hip is not None and accelerator_type() == "cuda"
+
+
 def is_sdaa_available(check_device: bool = False) -> bool:
     """Whether the accelerators are of torch's type `sdaa`; a device is there in any case, `check_device` changes nothing."""
     return accelerator_type() == "sdaa"
@@ -253,3 +288,13 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
     if is_torch_xla_available(check_is_tpu=True):
         return not ignore_tpu
     return all(computes_bf16(device) for device in accelerators()[:1])
+
+
+def is_fp16_available() -> bool:
+    """Whether models compute in float16: torch does on all kinds of devices, if slowly on CPUs."""
+    return True
+
+
+def is_fp8_available() -> bool:
+    """Whether a package is installed that trains in 8 bits; `mixed_precision="fp8"` takes torchao."""
+    return is_torchao_available() or is_transformer_engine_available()

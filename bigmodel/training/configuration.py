@@ -94,6 +94,10 @@ class TorchDynamoPlugin(KwargsHandler):
                 f"mode={self.mode!r} and options={self.options!r}: torch.compile takes one of them, modes are named options."
             )
 
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name, copied, the backend in small letters."""
+        return super().to_dict() | {"backend": str(self.backend).lower()}
+
     def to_kwargs(self) -> dict[str, Any]:
         """Arguments of `torch.compile`; without a `backend` where nothing shall be compiled."""
         usual = {"backend": DynamoBackend.NO, "mode": "default", "fullgraph": False, "dynamic": None, "options": None, "disable": False}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -37,6 +38,10 @@ WRAPPERS = (DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommu
 
 class KwargsHandler:
     """Base of dataclasses whose fields are arguments of something else."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name, copied."""
+        return {each.name: copy.deepcopy(getattr(self, each.name)) for each in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields whose values are not the declared defaults, by name: what has to be passed on."""
@@ -145,6 +150,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
                 f"comm_state_option={self.comm_state_option!r} is for PowerSGD, but comm_hook is {str(self.comm_hook)!r}. "
                 f"Choose comm_hook={str(POWER_SGD[0])!r}, or leave the options out."
             )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name, copied, but those of the hook."""
+        return {name: value for name, value in super().to_dict().items() if not name.startswith("comm_")}
 
     def to_kwargs(self) -> dict[str, Any]:
         """What was chosen, as arguments of `DistributedDataParallel`; the hook is registered apart."""

@@ -23,14 +23,18 @@ from ..loading import without_aliases, write_safetensors
 from ..loading.sharded import is_sharded
 from ..protocols import TensorSpec
 from ..text import kind_text
+from .available import is_peft_available
 from .compiling import is_compiled_module
 from .state import PartialState
 
 __all__ = [
+    "clean_state_dict_for_safetensors",
     "extract_model_from_parallel",
     "get_module_children_bottom_up",
+    "is_peft_model",
     "load",
     "merge_dicts",
+    "model_has_dtensor",
     "recursive_getattr",
     "save",
 ]
@@ -118,6 +122,34 @@ def _bottom_up(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[t
         if child not in seen:
             yield from _bottom_up(f"{name}.{key}" if name else key, child, seen)
     yield name, module
+
+
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict without further names for the same bytes, each tensor's numbers in a row; what is no tensor stays.
+
+    One warning tells the names that are left out, and those under which their bytes are.
+    """
+    tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+    _, aliases = without_aliases(tensors)
+    if aliases:
+        logger.warning("Removed shared tensor %s: each has the bytes of another name, which stays: %s.", set(aliases), aliases)
+    return {
+        name: value.contiguous() if isinstance(value, torch.Tensor) else value for name, value in state_dict.items() if name not in aliases
+    }
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether the model, within its wrappers, is one of PEFT's, with adapters."""
+    if not is_peft_available():
+        return False
+    from peft import PeftModel
+
+    return isinstance(extract_model_from_parallel(model), PeftModel)
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Whether this process holds a part of any of the model's parameters (DTensors: FSDP2, tensor parallelism)."""
+    return any(is_sharded(parameter) for parameter in model.parameters())
 
 
 def save(obj: Any, f: str | os.PathLike[str] | BinaryIO, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:

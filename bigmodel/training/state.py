@@ -132,6 +132,11 @@ class PartialState:
         there = accelerators()
         return there[torch.accelerator.current_device_index()] if there else torch.device("cpu")
 
+    def set_device(self) -> None:
+        """Makes this process's device the current one, as it was when the state was made."""
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(self.device.index)
+
     @property
     def use_distributed(self) -> bool:
         """Whether there is more than one process."""

@@ -21,6 +21,7 @@ from ..training.handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
+from ..training.parallelism import ParallelismConfig
 from ..training.plugins.deepspeed import DeepSpeedPlugin
 from ..training.plugins.fsdp import FullyShardedDataParallelPlugin
 from ..training.plugins.megatron import MegatronLMPlugin
@@ -41,6 +42,7 @@ __all__ = [
     "KwargsHandler",
     "LoggerType",
     "MegatronLMPlugin",
+    "ParallelismConfig",
     "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",

@@ -27,6 +27,7 @@ from ..planning import (
     retie_parameters,
 )
 from ..training.mixed_precision import get_grad_scaler, get_mixed_precision_context_manager
+from ..training.parallel import is_peft_model
 
 __all__ = [
     "CustomDtype",
@@ -56,6 +57,7 @@ __all__ = [
     "has_offloaded_params",
     "id_tensor_storage",
     "infer_auto_device_map",
+    "is_peft_model",
     "load_checkpoint_in_model",
     "load_offloaded_weights",
     "load_state_dict",

@@ -13,8 +13,8 @@ from torch import nn
 from ...errors import CheckpointError, TrainingError
 from ...loading import Checkpoint, read_tensors
 from ...loading import save_model as write_model
-from ..available import is_peft_available
 from ..checkpoint_folder import together
+from ..parallel import is_peft_model
 from ..state import PartialState
 from .fsdp import FullyShardedDataParallelPlugin
 from .fsdp_files import Shapes, parts_folder
@@ -94,7 +94,7 @@ def save_fsdp_model(
     strategy = _strategy(fsdp_plugin, accelerator)
     folder = _made(accelerator, output_dir)
     state = strategy.state_to_save(model)
-    if adapter_only and _is_peft_model(model):
+    if adapter_only and is_peft_model(model):
         state = _adapters(model, state)
     strategy.save_model(model, model_index, state, folder, True)
     accelerator.wait_for_everyone()
@@ -113,7 +113,7 @@ def load_fsdp_model(
 
     With `adapter_only`, of a PEFT model what the files lack stays as it is.
     """
-    partial = {"strict": False} if adapter_only and _is_peft_model(model) else {}
+    partial = {"strict": False} if adapter_only and is_peft_model(model) else {}
     _strategy(fsdp_plugin, accelerator).load_model(model, model_index, Path(input_dir), **partial)
 
 
@@ -156,14 +156,6 @@ def enable_fsdp_ram_efficient_loading() -> None:
 def disable_fsdp_ram_efficient_loading() -> None:
     """transformers' `from_pretrained` loads weights in every process."""
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-
-
-def _is_peft_model(model: nn.Module) -> bool:
-    if not is_peft_available():
-        return False
-    from peft import PeftModel
-
-    return isinstance(model, PeftModel)
 
 
 def _adapters(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
