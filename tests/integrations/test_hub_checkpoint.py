@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hub_server import COMMIT, Hub
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import HfApi, constants, snapshot_download
 from safetensors.torch import load_file
 
 import bigmodel
@@ -19,6 +19,7 @@ from bigmodel.errors import CheckpointError, CheckpointNotFoundError
 from bigmodel.integrations.transformers import empty_model
 from bigmodel.loading import Checkpoint, load
 from bigmodel.loading.location import RemoteFile
+from bigmodel.loading.remote import hub as hub_module
 from bigmodel.loading.remote import retry
 
 
@@ -136,6 +137,55 @@ def test_a_busy_hub_is_asked_again(hub: Hub, checkpoint_folder: Callable[[str], 
     hub.busy = 1000
     with pytest.raises(CheckpointNotFoundError, match="cannot be reached"):
         Checkpoint.open("owner/llama")
+
+
+def test_a_busy_hub_is_soon_given_up_where_the_cache_has_the_checkpoint(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Path(snapshot_download("owner/llama", allow_patterns=["model*"], endpoint=hub.endpoint))
+    waits: list[int] = []
+    monkeypatch.setattr(hub_module, "wait", lambda failures, *_: waits.append(failures))
+    for where in ("owner/llama", f"owner/llama@{COMMIT}"):
+        hub.busy = 1000
+        checkpoint = Checkpoint.open(where)
+        assert set(checkpoint.files) == set(folder.glob("*.safetensors"))
+        assert hub.busy == 1000 - 2
+        assert waits == [1]
+        assert f"{where}: the hub does not answer" in caplog.text
+        assert f"what its cache has is used: {folder}" in caplog.text
+        waits.clear()
+        caplog.clear()
+    hub.busy = 1  # it answers the second time
+    assert Checkpoint.open("owner/llama").location == f"hf://owner/llama@{COMMIT}"
+    assert caplog.text == ""
+
+
+def test_a_busy_hub_is_asked_on_where_the_cache_has_a_part_of_the_checkpoint(hub: Hub) -> None:
+    snapshot_download("owner/llama", allow_patterns=["model-00001*", "*.index.json"], endpoint=hub.endpoint)
+    hub.busy = 4
+    files = Checkpoint.open("owner/llama").files
+    assert {type(file) for file in files} == {RemoteFile, type(Path())}
+    hub.busy = 1000
+    with pytest.raises(CheckpointError, match=r"cannot be reached .* not all of it: .* names the file 'model-0000\d-of-00008"):
+        Checkpoint.open("owner/llama")
+    assert hub.busy == 1000 - 6
+
+
+def test_a_silent_hub_is_not_waited_for_as_long_where_the_cache_has_the_checkpoint(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    real = HfApi.model_info
+
+    def model_info(*arguments: object, timeout: float, **named: object) -> object:
+        asked.append(timeout)
+        return real(*arguments, timeout=timeout, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    Checkpoint.open("owner/llama")
+    snapshot_download("owner/llama", endpoint=hub.endpoint)
+    asked_before = len(asked)
+    Checkpoint.open("owner/llama")
+    assert asked[0] == 30.0
+    assert asked[asked_before:] == [constants.HF_HUB_ETAG_TIMEOUT]
 
 
 @pytest.mark.parametrize("where", ["owner/llama", "hf://owner/parts/text"])

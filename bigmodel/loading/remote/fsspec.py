@@ -83,9 +83,10 @@ class FsspecSource:
         # File systems that keep whole files here fetch them with the first read, and others would find half of one meanwhile.
         if not self._is_begun:
             with self._first:
-                data = self._system.cat_file(self._path, start=start, end=end)
-                self._is_begun = True
-                return data
+                if not self._is_begun:
+                    data = self._system.cat_file(self._path, start=start, end=end)
+                    self._is_begun = True
+                    return data
         return self._system.cat_file(self._path, start=start, end=end)
 
     def _now(self) -> FileIdentity:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
     LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -32,8 +34,12 @@ __all__ = ["explained", "repository_parts"]
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 ANSWER_SECONDS: Final = 30.0
-"""Longest wait for the list of a repository's files."""
+"""Longest wait for the list of a repository's files, where the cache does not have them; else huggingface_hub's `HF_HUB_ETAG_TIMEOUT`."""
+ATTEMPTS_BEFORE_CACHE: Final = 2
+"""At that list, where the cache has the files."""
 TABLE_ENDING: Final = ".metadata"
 REFUSALS: Final = (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError, HFValidationError)
 
@@ -41,34 +47,61 @@ REFUSALS: Final = (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundErro
 def repository_parts(repository: HubRepository, *, keep: bool = False) -> Parts:
     """The files of a repository's checkpoint, all of one commit; with `keep`, remote ones know their place in the cache.
 
+    A hub that does not answer is soon given up where the cache has a whole checkpoint of the revision: then that is used.
+
     Raises `CheckpointNotFoundError` where there is no such repository, revision or checkpoint, and `CheckpointError` where the hub refuses
     access, or cannot be reached and the cache does not have the repository.
     """
+    cached: Parts | CheckpointError
+    try:
+        cached = _cached_parts(repository)
+    except CheckpointError as error:
+        cached = error
+    # A table of contents alone does not tell whether what it names is there.
+    is_cached = isinstance(cached, Parts) and not any(file.name.endswith(TABLE_ENDING) for file in cached.files)
     ask = partial(
         HfApi(endpoint=constants.ENDPOINT).model_info,
         repository.name,
         revision=repository.revision or constants.DEFAULT_REVISION,
         files_metadata=True,
-        timeout=ANSWER_SECONDS,
+        timeout=constants.HF_HUB_ETAG_TIMEOUT if is_cached else ANSWER_SECONDS,
     )
-    for failures in range(1, ATTEMPTS + 1):
+    attempts = ATTEMPTS_BEFORE_CACHE if is_cached else ATTEMPTS
+    said: Exception | None = None
+    for failures in range(1, attempts + 1):
         try:
             info = ask()
         except REFUSALS as error:
             raise _explanation(repository.name, repository.revision, error) from error
         # Offline mode and a hub that cannot be reached come as errors of several HTTP libraries.
         except Exception as error:
+            said = error
             if getattr(getattr(error, "response", None), "status_code", None) not in TRANSIENT:
                 break
-            wait(failures, None, None)
+            if failures < attempts:
+                wait(failures, None, None)
         else:
             return _listed_parts(repository, info, keep)
-    return _cached_parts(repository)
+    if not isinstance(cached, Parts):
+        raise cached
+    if not isinstance(said, OfflineModeIsEnabled):
+        logger.warning(
+            "%s: the hub does not answer (%s: %s); what its cache has is used: %s",
+            *(repository, type(said).__name__, str(said).partition("\n")[0][:200], cached.location),
+        )
+    return cached
 
 
 def _cached_parts(repository: HubRepository) -> Parts:
-    fetch = partial(snapshot_download, repository.name, revision=repository.revision, local_files_only=True)
-    return local_parts(Path(explained(repository.name, repository.revision, fetch)) / repository.path)
+    """The files that the cache has. What else of the repository it lacks (a README) does not matter."""
+    name = repository.name
+    fetch = partial(snapshot_download, name, revision=repository.revision, local_files_only=True, allow_patterns=[])
+    try:
+        return local_parts(Path(explained(name, repository.revision, fetch)) / repository.path)
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"The hub cannot be reached (or is not to be), and the model {name!r} is not in its cache, or not all of it: {error}"
+        ) from error
 
 
 def _listed_parts(repository: HubRepository, info: Any, keep: bool) -> Parts:
