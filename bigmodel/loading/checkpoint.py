@@ -50,6 +50,8 @@ class Checkpoint:
     def open(cls, where: str | os.PathLike[str], *, verify: bool | Mapping[str, str] = False, keep: bool = False) -> Checkpoint:
         """Reads the headers of the checkpoint at `where`: a file, an index (`*.index.json`), a folder, a repository on the hub, or a URL.
 
+        What a file that is named holds is known by its ending or, where that tells nothing, by its first bytes.
+
         In a folder safetensors wins over torch's formats, an index over its shards wins over single files, the usual file names win over
         others, and shards without an index are taken together.
 
@@ -68,7 +70,7 @@ class Checkpoint:
         several checkpoints could be meant (it lists them), servers that cannot be reached, and files whose hash is another or not known.
         """
         parts = _parts(located(where), keep)
-        format_ = format_of([file.name for file in parts.files], str(parts.location))
+        format_ = format_of(parts.files, str(parts.location))
         local: dict[CheckpointFile, FileIdentity] = {
             file: FileIdentity.of(file) for file in parts.files if not isinstance(file, RemoteFile)
         }

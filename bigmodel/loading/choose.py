@@ -8,7 +8,8 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from ..errors import CheckpointError, CheckpointNotFoundError
-from .formats import FORMATS, Format
+from .formats import FORMATS, Format, foreign, format_by_content
+from .location import CheckpointFile, RemoteFile
 
 __all__ = ["INDEX_ENDING", "choose", "format_of"]
 
@@ -78,20 +79,33 @@ def _formats_of(names: Sequence[str], folder: str) -> list[Format]:
     return found
 
 
-def format_of(names: Sequence[str], where: str) -> Format:
-    """The format of a checkpoint's files by their names. Raises `CheckpointError` for unknown endings and mixed formats."""
-    if not names:
+def format_of(files: Sequence[CheckpointFile], where: str) -> Format:
+    """The format of files that were named, by their endings; of one on this machine with another ending by its first bytes.
+
+    Raises `CheckpointError` for files that are no checkpoint's, and for mixed formats.
+    """
+    if not files:
         raise CheckpointError(f"{where}: the index names no files.")
-    found = []
-    for name in names:
-        format_ = next((format_ for format_ in FORMATS if name.lower().endswith(format_.suffixes)), None)
-        if format_ is None:
-            known = ", ".join(suffix for format_ in FORMATS for suffix in format_.suffixes)
-            raise CheckpointError(f"{where}: {name!r} is not the name of a checkpoint file (known endings: {known}, and {INDEX_ENDING}).")
-        found.append(format_)
+    found = [_format_by_name(file) or _format_by_content(file, where) for file in files]
     if len(set(found)) > 1:
-        raise CheckpointError(f"{where}: files of several formats belong to one checkpoint: {', '.join(names)}.")
+        names = ", ".join(file.name for file in files)
+        raise CheckpointError(f"{where}: files of several formats belong to one checkpoint: {names}.")
     return found[0]
+
+
+def _format_by_name(file: CheckpointFile) -> Format | None:
+    return next((format_ for format_ in FORMATS if file.name.lower().endswith(format_.suffixes)), None)
+
+
+def _format_by_content(file: CheckpointFile, where: str) -> Format:
+    known = ", ".join(suffix for format_ in FORMATS for suffix in format_.suffixes)
+    problem = f"{where}: {file.name!r} is not the name of a checkpoint file (known endings: {known}, and {INDEX_ENDING})"
+    if isinstance(file, RemoteFile):
+        raise CheckpointError(f"{problem}.")
+    format_, start = format_by_content(file)
+    if format_ is None:
+        raise CheckpointError(f"{problem}, and {f'it is {stranger}' if (stranger := foreign(start)) else 'does not begin like one.'}")
+    return format_
 
 
 def _usual(names: Sequence[str], format_: Format) -> list[str]:

@@ -252,7 +252,7 @@ def _offload_index(opened: Checkpoint, found: Match, keys: Mapping[str, DeviceKe
             continue
         # Without key rules a tensor is filled from one entry, which may be its tie's and may lie in parts of the same name.
         entry = opened.entries[next((part.name for part in transfer.entries()), found.hooks.entry_of.get(name, name))]
-        kind = "safetensors_file" if entry.file.suffix == ".safetensors" else "torch_file"
+        kind = "safetensors_file" if opened.format == "safetensors" else "torch_file"
         index[name] |= {kind: source if isinstance(entry.contents, Sharded) else _address(entry.file), "weight_name": entry.name}
     return index | {alias: index[first] for alias, first in found.aliases.items() if first in index}
 

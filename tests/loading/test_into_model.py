@@ -47,6 +47,49 @@ def test_onto_the_cpu(saved: Path, tied: Build, filled: nn.Module, device_map: d
         assert model.head.weight is model.embed.weight
 
 
+@pytest.mark.parametrize("name", ["m.pkl", "weights", "m.model", "pytorch_model.bin.1", "m.tar"])
+@pytest.mark.parametrize("of_torch", [False, True])
+def test_a_file_that_is_named_is_known_by_its_content(tied: Build, filled: nn.Module, tmp_path: Path, name: str, of_torch: bool) -> None:
+    file = tmp_path / name
+    if of_torch:
+        torch.save(filled.state_dict(), file)
+    else:
+        save_file({key: value.clone() for key, value in filled.state_dict().items()}, file)
+    for device_map in (None, {"": "cpu"}, {"": "disk"}):
+        model, folder = empty(tied), tmp_path / f"offload of {name}"
+        load_checkpoint_in_model(model, file, device_map=device_map, offload_folder=folder)
+        assert_equal(values(model, folder if folder.exists() else None), filled)
+    (tmp_path / "m.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(filled.state_dict(), name)}))
+    model = empty(tied)
+    load_checkpoint_in_model(model, tmp_path / "m.index.json")
+    assert_equal(values(model), filled)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "does not begin like one"),
+        (b"Read me.\n", "does not begin like one"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "it is a pointer of git LFS"),
+        ((1 << 60).to_bytes(8, "little") + b"{}", "does not begin like one"),
+        (b"\x80\x02\x8a\nl\xfc\x9cF", "not an archive of torch 1.6 or later"),
+        (b"GGUF\x09\0\0\0", "GGUF version 9"),
+        ((100).to_bytes(8, "little") + b"{}", "truncated within its header"),
+    ],
+)
+def test_a_file_with_another_ending_that_is_no_checkpoint(tied: Build, tmp_path: Path, content: bytes, problem: str) -> None:
+    (tmp_path / "m.model").write_bytes(content)
+    with pytest.raises(CheckpointError, match=problem) as caught:
+        load_checkpoint_in_model(empty(tied), tmp_path / "m.model")
+    assert str(caught.value).startswith(f"{tmp_path / 'm.model'}: ")
+
+
+def test_files_with_other_endings_are_no_checkpoint_of_a_folder(tied: Build, filled: nn.Module, tmp_path: Path) -> None:
+    torch.save(filled.state_dict(), tmp_path / "m.pkl")
+    with pytest.raises(FileNotFoundError, match=r"it holds: m\.pkl"):
+        load_checkpoint_in_model(empty(tied), tmp_path)
+
+
 def test_disk_points_into_the_checkpoint(saved: Path, tied: Build, filled: nn.Module, tmp_path: Path) -> None:
     model, folder = empty(tied), tmp_path / "offload"
     load_checkpoint_in_model(model, saved, device_map={"": "disk"}, offload_folder=folder, dtype=torch.float16)
