@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .align import AlignDevicesHook, has_offloaded_params
+from .align import AlignDevicesHook
 from .attach import attach_align_device_hook, attach_align_device_hook_on_blocks, attach_execution_device_hook
 from .dispatch_hook import DispatchHook
 from .engine import dispatch, dispatched, undispatch
@@ -31,6 +31,7 @@ from .offload_hooks import (
 from .origin import Origin
 from .placeholder import Placeholder
 from .recording import Activity, Timeline
+from .shown_hook import has_offloaded_params
 from .state import (
     Placement,
     PlacementRow,

@@ -26,7 +26,7 @@ from .schedule import Schedule
 from .stores import as_store
 from .tracing import refuse_tracing
 
-__all__ = ["AlignDevicesHook", "as_torch_device", "has_offloaded_params", "move_tensors"]
+__all__ = ["AlignDevicesHook", "as_torch_device", "move_tensors"]
 
 
 def as_torch_device(device: Any) -> torch.device:
@@ -360,14 +360,3 @@ class AlignDevicesHook(ModelHook):
 def _are_all_on(device: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether arguments are plain tensors on `device`, as most are: asking for the machine's accelerator takes as long as a tiny layer."""
     return not kwargs and not any(type(value) is not torch.Tensor or value.device != device for value in args)
-
-
-def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether the module's weights are offloaded and come for a forward: its own, or that of the block around it.
-
-    A module with a hook of another kind, or with several hooks, is answered False, as scripts expect.
-    """
-    hook = getattr(module, "_hf_hook", None)
-    if hook is None:
-        return any(isinstance(parameter, LazyTensor) for parameter in module.parameters(recurse=False))
-    return isinstance(hook, AlignDevicesHook) and bool(hook.offload)

@@ -20,7 +20,16 @@ from .decision import Decision, decide
 from .dispatch_hook import DispatchHook
 from .facade import put_on_facade, take_off_facade
 from .group import Group
-from .hooks import DISPATCHED, ModelHook, ModuleReference, SequentialHook, add_hook_to_module, hooks_of, remove_hook_from_module
+from .hooks import (
+    DISPATCHED,
+    ModelHook,
+    ModuleReference,
+    SequentialHook,
+    add_hook_to_module,
+    drop_shown_hooks,
+    hooks_of,
+    remove_hook_from_module,
+)
 from .layout import Owner
 from .lazy import LazyTensor
 from .offload import Resting, make_group, restore, set_tensor
@@ -60,6 +69,7 @@ class Dispatched:
         """Frees the buffers, and takes off the model what `dispatch` left on it beside the hooks."""
         self.schedule.close()
         take_off_facade(model)
+        drop_shown_hooks(model)
         model.__dict__.pop(DISPATCHED, None)
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "ModuleReference",
     "SequentialHook",
     "add_hook_to_module",
+    "drop_shown_hooks",
     "find_hook",
     "hooks_of",
     "outside_compilation",
@@ -79,6 +80,8 @@ class ModelHook:
 
     is_traced: bool = True
     """Whether torch.compile may trace what the hook does together with the module. Otherwise the module's own forward is compiled alone."""
+    only_shows: bool = False
+    """Whether it stands for the hook of a module around, and is put on a module without being added to it: then it is as good as none."""
     no_grad: bool = False
     """Whether the forward runs under `torch.no_grad()`; read at each call."""
 
@@ -243,7 +246,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
     A hook that is there already is replaced without being detached or, with `append`, followed by the new one.
     """
-    earlier = getattr(module, "_hf_hook", None)
+    earlier = getattr(module, "_hf_hook", None) if _is_hooked(module) else None
     old_forward = module._old_forward if earlier is not None and hasattr(module, "_old_forward") else module.forward
     if isinstance(old_forward, types.MethodType) and old_forward.__self__ is module:
         old_forward = OwnForward(old_forward.__func__, module)
@@ -285,9 +288,22 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         for child in module.children():
             remove_hook_from_module(child, recurse)
     dispatched = module.__dict__.get(DISPATCHED)
-    if dispatched is not None and not any(hasattr(part, "_hf_hook") for part in module.modules()):
+    if dispatched is not None and not any(_is_hooked(part) for part in module.modules()):
         dispatched.end(module)
     return module
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether a hook was added to the module, or put in the place of one that was."""
+    hook = getattr(module, "_hf_hook", None)
+    return hook is not None and not (getattr(hook, "only_shows", False) and not hasattr(module, "_old_forward"))
+
+
+def drop_shown_hooks(model: nn.Module) -> None:
+    """Takes hooks that only show something off all modules."""
+    for module in model.modules():
+        if "_hf_hook" in module.__dict__ and not _is_hooked(module):
+            del module._hf_hook
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
