@@ -76,6 +76,7 @@ class AlignDevicesHook(ModelHook):
     """
 
     is_traced = False
+    is_begun_anew = False
 
     def __init__(
         self,

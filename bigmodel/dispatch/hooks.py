@@ -82,11 +82,13 @@ class ModelHook:
     """Whether torch.compile may trace what the hook does together with the module. Otherwise the module's own forward is compiled alone."""
     only_shows: bool = False
     """Whether it stands for the hook of a module around, and is put on a module without being added to it: then it is as good as none."""
+    is_begun_anew: bool = True
+    """Whether it is detached and initialized again when another hook is appended to it. It is not where that would move all weights."""
     no_grad: bool = False
     """Whether the forward runs under `torch.no_grad()`; read at each call."""
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Called once, when the hook is added. Returns the module."""
+        """Called when the hook is added, and again when another is appended to it. Returns the module."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -101,7 +103,7 @@ class ModelHook:
         """Called in the place of `post_forward` when the forward, or a hook around it, raised."""
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is removed. Returns the module."""
+        """Called when the hook is removed, and before another is appended to it. Returns the module."""
         return module
 
 
@@ -244,15 +246,22 @@ def _is_graph_module(module: nn.Module) -> bool:
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
     """Adds `hook` to `module`, whose `forward` keeps its name and signature; returns the module.
 
-    A hook that is there already is replaced without being detached or, with `append`, followed by the new one.
+    A hook that is there already is replaced without being detached or, with `append`, followed by the new one: it is detached and
+    initialized again before that, unless it moves weights (`ModelHook.is_begun_anew`).
     """
     earlier = getattr(module, "_hf_hook", None) if _is_hooked(module) else None
     old_forward = module._old_forward if earlier is not None and hasattr(module, "_old_forward") else module.forward
     if isinstance(old_forward, types.MethodType) and old_forward.__self__ is module:
         old_forward = OwnForward(old_forward.__func__, module)
+    is_appended = append and isinstance(earlier, ModelHook)
+    if is_appended:
+        anew = [each for each in hooks_of(module) if each.is_begun_anew]
+        for each in anew:
+            module = each.detach_hook(module)
+        for each in anew:
+            module = each.init_hook(module)
     module = hook.init_hook(module)
-    # The earlier hook stays as it is: detaching it and adding it again would bring all its weights back in between.
-    module._hf_hook = SequentialHook(earlier, hook) if append and isinstance(earlier, ModelHook) else hook  # type: ignore[assignment]
+    module._hf_hook = SequentialHook(earlier, hook) if is_appended else hook  # type: ignore[assignment, arg-type]
     module._old_forward = old_forward  # type: ignore[assignment]
     hooked = _hooked_forward if getattr(module._hf_hook, "is_traced", True) else _hooked_outside_compilation
     wrapper = functools.update_wrapper(functools.partial(hooked, ModuleReference(module)), old_forward)  # type: ignore[arg-type]

@@ -41,6 +41,8 @@ class CpuOffload(ModelHook):
     CPU first. Inputs are moved at every forward.
     """
 
+    is_begun_anew = False
+
     def __init__(self, execution_device: Any = None, prev_module_hook: UserCpuOffloadHook | None = None) -> None:
         self.prev_module_hook = prev_module_hook
         self.execution_device: Any
@@ -100,6 +102,7 @@ class LayerwiseCastingHook(ModelHook):
     Forwards in several threads share the cast weights; the last one out casts them back.
     """
 
+    is_begun_anew = False
     _is_stateful = False
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool = False) -> None:

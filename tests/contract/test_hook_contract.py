@@ -104,6 +104,29 @@ def test_appended_hooks_act_one_after_the_other():
     assert events == ["first detach", "second detach", "third detach"]
 
 
+def test_appending_begins_the_earlier_hooks_anew():
+    events = []
+    module = nn.Linear(2, 2)
+    for name in ("first", "second", "third"):
+        add_hook_to_module(module, Recording(name, events), append=True)
+    assert events == [
+        "first init",
+        *("first detach", "first init", "second init"),
+        *("first detach", "second detach", "first init", "second init", "third init"),
+    ]
+
+
+def test_appending_leaves_weights_where_they_rest():
+    module = nn.Linear(2, 2)
+    x, expected = torch.ones(1, 2), module(torch.ones(1, 2))
+    add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", offload=True))
+    resting, events = module.weight, []
+    add_hook_to_module(module, Recording("second", events), append=True)
+    assert module.weight is resting
+    assert events == ["second init"]
+    assert torch.equal(module(x), expected)
+
+
 def test_a_replaced_hook_is_not_detached():
     events = []
     module = nn.Linear(2, 2)
