@@ -12,6 +12,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "DispatchError",
     "DistributedOperationException",
+    "IncompleteTrackerError",
     "MachineError",
     "MatchError",
     "MissingPackageError",
@@ -73,6 +74,10 @@ class WrongTypeError(TrainingError, TypeError):
 
 class StructureError(TrainingError, TypeError):
     """A nested structure with something else in it, or of another make, than a function can take."""
+
+
+class IncompleteTrackerError(TrainingError, NotImplementedError):
+    """A tracker of a user's own that lacks what is asked of trackers."""
 
 
 class DistributedOperationException(TrainingError):

@@ -11,19 +11,9 @@ from .accelerator_state import AcceleratorState
 from .argument_types import wrong_thing
 from .configuration import ProjectConfiguration
 from .tracking.chosen import LOGGER_TYPE_TO_CLASS, new_tracker
-from .tracking.tracker import Tracker
+from .tracking.tracker import BlankTracker, Tracker
 
 __all__ = ["TrackingMethods"]
-
-
-class _Silent:
-    """Stands for a tracker in processes that have none: whatever is asked of it does nothing."""
-
-    def __getattr__(self, name: str) -> _Silent:
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> _Silent:
-        return self
 
 
 class TrackingMethods:
@@ -63,16 +53,18 @@ class TrackingMethods:
                 tracker.store_init_configuration(dict(config))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of that name; with `unwrap`, its library's own object. Processes that have none get one that does nothing.
+        """The tracker of that name; with `unwrap`, its library's own object.
 
-        Raises `TrainingError` for a name that was not asked for, or before `init_trackers`.
+        Where none is started (in other processes than the main one, without `log_with`, before `init_trackers`, after `end_training`) it is
+        one that does nothing. Raises `TrainingError` for another name than those that are started.
         """
         for tracker in self.trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
-        if not self.state.is_main_process and any(name == (chosen if isinstance(chosen, str) else chosen.name) for chosen in self.log_with):
-            return _Silent()
-        started = ", ".join(repr(tracker.name) for tracker in self.trackers) or "none"
+        elsewhere = [] if self.state.is_main_process else [chosen if isinstance(chosen, str) else chosen.name for chosen in self.log_with]
+        if not self.trackers or name in elsewhere:
+            return BlankTracker()
+        started = ", ".join(repr(tracker.name) for tracker in self.trackers)
         raise TrainingError(f"There is no tracker {name!r}; started by init_trackers: {started}. Name it in log_with.")
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Mapping[str, Any]] | None = None) -> None:

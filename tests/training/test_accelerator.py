@@ -377,6 +377,7 @@ def test_trackers_are_told() -> None:
         accelerator.get_tracker("wandb")
     pages = accelerator.get_tracker("diary", unwrap=True)
     accelerator.end_training()
+    accelerator.get_tracker("diary").log({"loss": 2.0})
     assert pages == [{"rate": 0.1}, ({"loss": 1.0}, 3, {"mood": "good"}), "end"]
     with pytest.raises(TrainingError, match="Diary'>, which is no tracker"):
         Accelerator(cpu=True, log_with=[Diary])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
-from ...errors import MissingPackageError, TrainingError
+from ...errors import IncompleteTrackerError, MissingPackageError, TrainingError
 from ..enums import LoggerType
 from .aim import AimTracker
 from .clearml import ClearMLTracker
@@ -15,7 +15,7 @@ from .dvclive import DVCLiveTracker
 from .mlflow import MLflowTracker
 from .swanlab import SwanLabTracker
 from .tensorboard import TensorBoardTracker
-from .tracker import GeneralTracker, Tracker
+from .tracker import GeneralTracker, Tracker, keeps_values
 from .trackio import TrackioTracker
 from .wandb import WandBTracker
 
@@ -41,10 +41,13 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
     It is made with the project's name, the logging directory where `requires_logging_directory`, and its part of `init_kwargs`.
 
-    Raises `TrainingError` for what is no subclass of `GeneralTracker` with a name.
+    Raises `TrainingError` for what is no subclass of `GeneralTracker` with a name, and `IncompleteTrackerError` without
+    `requires_logging_directory`.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker) and getattr(tracker_class, "name", None)):
         raise TrainingError(f"{tracker_class!r} is no subclass of GeneralTracker with a `name`.")
+    if not hasattr(tracker_class, "requires_logging_directory"):
+        raise IncompleteTrackerError(f"{tracker_class.__name__} is no whole tracker: give it requires_logging_directory, True or False.")
     LOGGER_TYPE_TO_CLASS[tracker_class.name] = tracker_class
 
 
@@ -88,6 +91,8 @@ def _as_it_is(tracker: Any) -> Tracker:
     missing = [member for member in members if member not in dir(tracker)]
     if isinstance(tracker, type) or missing:
         raise TrainingError(f"log_with holds {tracker!r}, which is no tracker: a tracker has {', '.join(members)}.")
+    if not keeps_values(tracker):
+        raise IncompleteTrackerError(f"log_with holds {tracker!r}, whose log does nothing: give its class a method log.")
     return tracker
 
 

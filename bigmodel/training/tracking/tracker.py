@@ -7,11 +7,11 @@ import importlib
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from ...errors import MissingPackageError, TrainingError
+from ...errors import IncompleteTrackerError, MissingPackageError, TrainingError
 from ..available import is_package_available
 from ..state import PartialState
 
-__all__ = ["GeneralTracker", "LibraryTracker", "Tracker", "library", "on_main_process"]
+__all__ = ["BlankTracker", "GeneralTracker", "LibraryTracker", "Tracker", "library", "on_main_process"]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -48,21 +48,32 @@ def on_main_process(method: Method) -> Method:
 
 
 class GeneralTracker:
-    """Base of trackers, also of a user's own: give it a `name`, a property `tracker` and the methods that its library can do.
+    """Base of trackers, also of a user's own.
 
+    Give it the attributes below, a property `tracker` (the library's own object), `log`, and the other methods that its library can do.
     An instance goes into `Accelerator(log_with=…)` as it is; a class that is registered (`register_tracker_class`) goes there by its name.
 
     Attributes:
         name: what `get_tracker` and `init_kwargs` call it.
         requires_logging_directory: its class takes the logging directory as second argument.
         main_process_only: started and told in the main process alone; False: in every process.
+
+    Raises `IncompleteTrackerError` where a subclass lacks some of it.
     """
 
     name: ClassVar[str]
-    requires_logging_directory: ClassVar[bool] = False
+    requires_logging_directory: ClassVar[bool]
     main_process_only: bool = True
     package: ClassVar[str | None] = None
     """What it needs: the name that pip installs and Python imports."""
+
+    def __init__(self, _blank: bool = False):
+        if _blank:
+            return
+        lacking = [member for member in ("name", "requires_logging_directory", "tracker") if member not in dir(self)]
+        lacking += [] if keeps_values(self) else ["log"]
+        if lacking:
+            raise IncompleteTrackerError(f"{type(self).__name__} is no whole tracker: give its class {', '.join(lacking)}.")
 
     @classmethod
     def installed(cls) -> bool:
@@ -82,6 +93,29 @@ class GeneralTracker:
         """The run is over."""
 
 
+def keeps_values(tracker: Any) -> bool:
+    """Whether a tracker has a `log` of its own: that of `GeneralTracker` does nothing."""
+    return getattr(tracker.log, "__func__", None) is not GeneralTracker.log
+
+
+class BlankTracker(GeneralTracker):
+    """Stands for a tracker where none is started: whatever is asked of it does nothing."""
+
+    name = ""
+    requires_logging_directory = False
+
+    def __init__(self) -> None:
+        super().__init__(_blank=True)
+
+    def __getattr__(self, name: str) -> BlankTracker:
+        if name.startswith("__"):  # what copies and pickles ask for
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> BlankTracker:
+        return self
+
+
 def library(package: str, tracker: str) -> Any:
     """A tracking library, imported when it is used. Raises `MissingPackageError` with the name to install."""
     try:
@@ -94,6 +128,7 @@ class LibraryTracker(GeneralTracker):
     """Base of the trackers in this folder: `_open` gives the library's object when the run begins, `_close` ends it."""
 
     package: ClassVar[str]
+    requires_logging_directory = False
     _opened: Any = None
 
     def _open(self) -> Any:

@@ -12,7 +12,7 @@ from processes import Processes
 
 import bigmodel.tracking
 from bigmodel import Accelerator
-from bigmodel.errors import MissingPackageError, TrainingError
+from bigmodel.errors import IncompleteTrackerError, MissingPackageError, TrainingError
 from bigmodel.training.tracking import (
     LOGGER_TYPE_TO_CLASS,
     GeneralTracker,
@@ -133,6 +133,60 @@ def test_libraries_are_told_through_the_accelerator(monkeypatch: pytest.MonkeyPa
     assert top.calls == [("init", {"project": "project", "name": "run"})]
     assert run.config.calls == [("update", {"d": {"a": {"b": 1}}, "allow_val_change": True})]
     assert run.calls == [("log", {"data": {"loss": 0.5}, "step": 1, "commit": True}), ("finish", {})]
+
+
+def test_where_none_is_started_a_tracker_does_nothing() -> None:
+    accelerator = Accelerator(cpu=True)
+    blank = accelerator.get_tracker("wandb")
+    assert isinstance(blank, GeneralTracker)
+    blank.store_init_configuration({"a": 1})
+    blank.log({"loss": 0.5}, step=1)
+    blank.log_images({}, step=1)
+    blank.tracker.config.update(a=1)
+    accelerator.get_tracker("wandb", unwrap=True).log({"loss": 0.5})
+    blank.finish()
+    assert isinstance(GeneralTracker(_blank=True), GeneralTracker)
+
+
+def test_a_class_that_lacks_something_is_refused_when_it_is_made() -> None:
+    class Nameless(GeneralTracker):
+        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+            pass
+
+    class Mute(GeneralTracker):
+        name = "mute"
+        requires_logging_directory = False
+        tracker = None
+
+    class MuteWithoutInit(Mute):
+        def __init__(self) -> None:
+            pass
+
+    class Whole(Mute):
+        name = "whole"
+        told: Any = None
+
+        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+            super().log(values, step)
+            self.told = values
+
+    with pytest.raises(NotImplementedError, match="Nameless is no whole tracker: give its class name, requires_logging_directory, tracker"):
+        Nameless()
+    with pytest.raises(NotImplementedError, match="Mute is no whole tracker: give its class log"):
+        Mute()
+    with pytest.raises(IncompleteTrackerError, match=r"MuteWithoutInit object.* whose log does nothing"):
+        Accelerator(cpu=True, log_with=MuteWithoutInit())
+    whole = Whole()
+    accelerator = Accelerator(cpu=True, log_with=whole)
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": 1.0})
+    assert whole.told == {"loss": 1.0}
+
+    class Nowhere(GeneralTracker):
+        name = "nowhere"
+
+    with pytest.raises(IncompleteTrackerError, match="Nowhere is no whole tracker: give it requires_logging_directory"):
+        register_tracker_class(Nowhere)
 
 
 def _in_two_processes(folder: str) -> tuple[list[str], Any, Any]:
