@@ -23,6 +23,7 @@ from .dispatch import (
     attach_layerwise_casting_hooks,
     dispatch,
     dispatched,
+    refuse_contradictions,
     show_device_map,
     values_of,
 )
@@ -149,6 +150,7 @@ def load_and_dispatch(
                 offload_buffers=offload_buffers,
                 weight_format=quantized.weight_format,
             )
+            refuse_contradictions(model, place.device_map, place.main_device, place.offload_buffers)
         report = load(
             model,
             checkpoint,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .agreement import refuse_contradictions
 from .align import AlignDevicesHook
 from .attach import attach_align_device_hook, attach_align_device_hook_on_blocks, attach_execution_device_hook
 from .dispatch_hook import DispatchHook
@@ -84,6 +85,7 @@ __all__ = [
     "get_state_dict_offloaded_model",
     "has_offloaded_params",
     "placement",
+    "refuse_contradictions",
     "remove_hook_from_module",
     "remove_hook_from_submodules",
     "replace_method",

@@ -84,6 +84,7 @@ def decide(plan: Cut, tensor: Registered, store: Store | None, known: Collection
     kind = "cpu" if "cpu" in rests and not key else rests[0]
     if kind == "disk" and not key and not lazy:
         raise DispatchError(
-            f"{tensor.name} is mapped to disk, but nothing on disk keeps it: offload it to a folder first, or map it to 'cpu'."
+            f"{tensor.name} is mapped to disk, but nothing on disk keeps it: offload it to a folder first, or map it to 'cpu' (by the "
+            f"entry {plan.entry(uses[0][0])!r} of the device map)."
         )
     return Decision(tensor, None, kind, store if key and (on_meta or kind == "disk") else None, key, away)
