@@ -7,14 +7,17 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from ..errors import CheckpointError
 
 __all__ = ["CachePlace", "CheckpointFile", "HubRepository", "RemoteFile", "located", "working_folder"]
 
-_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-"""Schemes have two letters at least: `C://` is a drive."""
+_SCHEME: Final = r"[A-Za-z][A-Za-z0-9+.-]+"
+"""Two letters at least: `C://` is a drive."""
+_URL: Final = re.compile(f"(?:{_SCHEME}::)*{_SCHEME}://")
+_CHAIN: Final = re.compile(f"((?:{_SCHEME}::)*(?:{_SCHEME}://)?)(.*?)((?:::{_SCHEME}(?:::|://).*)?)", re.DOTALL)
+"""Of fsspec: file systems, the path in the one that is named last, and what that one lies in."""
 _NAME: Final = r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*"
 _HUB_NAME: Final = re.compile(f"({_NAME})(?:@(.+))?", re.ASCII)
 _HUB_URL: Final = re.compile(f"hf://({_NAME})(?:@([^/]+))?(/.*)?", re.ASCII)
@@ -44,9 +47,33 @@ class RemoteFile:
     """Where it is kept when most of it is read; None where it is not."""
 
     @property
+    def is_web(self) -> bool:
+        """Whether it is read over http(s) directly. Everything else is fsspec's."""
+        return urlsplit(self.url).scheme.lower() in ("http", "https")
+
+    @property
+    def path(self) -> str:
+        """Where it lies on its server or in its file system, as it stands in the URL."""
+        return urlsplit(self.url).path if self.is_web else self._links[1]
+
+    def with_path(self, path: str) -> RemoteFile:
+        """The file at another path; what follows the path (a signature, what fsspec finds it in) is kept."""
+        if self.is_web:
+            scheme, host, _, query, _ = urlsplit(self.url)
+            return RemoteFile(urlunsplit((scheme, host, path, query, "")))
+        before, _, behind = self._links
+        return RemoteFile(before + path + behind)
+
+    @property
     def name(self) -> str:
         """The last part of the URL's path."""
-        return PurePosixPath(unquote(urlsplit(self.url).path)).name
+        return PurePosixPath(unquote(self.path) if self.is_web else self.path).name
+
+    @property
+    def _links(self) -> tuple[str, str, str]:
+        found = _CHAIN.fullmatch(self.url)
+        assert found is not None, self.url  # it fits every text
+        return found[1], found[2], found[3]
 
     @property
     def suffix(self) -> str:
@@ -80,7 +107,8 @@ def located(where: str | os.PathLike[str]) -> Path | RemoteFile | HubRepository:
     """What `where` means.
 
     A `Path`, and a string that names something on this machine, is local. A string with a scheme is a URL
-    (`hf://owner/name[@revision][/path]`: a repository on the hub, or something in it; `file://…`: local). Another string of the form
+    (`hf://owner/name[@revision][/path]`: a repository on the hub, or something in it; `file://…`: local), also one of fsspec's chains
+    (`simplecache::s3://…`). Another string of the form
     `owner/name` or `owner/name@revision` is a repository on the hub. Everything else is local. So `./owner/name` is always local and
     `hf://owner/name` never. Raises `CheckpointError` for an empty string and for a `hf://` that names no repository.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import json
 import pickle
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from bigmodel.errors import CheckpointError, CheckpointNotFoundError
 from bigmodel.loading import Checkpoint, LoadReport, Reader, load, ranges
 from bigmodel.loading.keys import Whole
 from bigmodel.loading.location import HubRepository, RemoteFile, located
+from bigmodel.loading.remote import beside as remote_beside
 from bigmodel.loading.remote import http, reader, retry
 from bigmodel.loading.transfer import lower
 
@@ -92,6 +95,10 @@ def server() -> Iterator[RangeServer]:
         ("hf://owner/name@v1/unet/x.safetensors", HubRepository("owner/name", "v1", "unet/x.safetensors")),
         ("https://h/x/model.safetensors?sig=1", RemoteFile("https://h/x/model.safetensors?sig=1")),
         ("s3://bucket/model", RemoteFile("s3://bucket/model")),
+        ("simplecache::s3://bucket/model", RemoteFile("simplecache::s3://bucket/model")),
+        ("zip://model.safetensors::s3://bucket/x.zip", RemoteFile("zip://model.safetensors::s3://bucket/x.zip")),
+        ("filecache::blockcache::s3://bucket", RemoteFile("filecache::blockcache::s3://bucket")),
+        ("a::b", Path("a::b")),
         ("file:///x/y%20z", Path("/x/y z")),
         ("./owner/name", Path("owner/name")),
         ("../owner/name", Path("../owner/name")),
@@ -120,6 +127,25 @@ def test_what_is_on_this_machine_is_local_and_what_names_no_repository_is_refuse
 def test_a_signature_is_not_spread_by_messages() -> None:
     file = RemoteFile("https://h/x/model.safetensors?sig=secret")
     assert (str(file), file.name, file.suffix) == ("https://h/x/model.safetensors", "model.safetensors", ".safetensors")
+
+
+@pytest.mark.parametrize(
+    ("url", "name", "beside"),
+    [
+        ("https://h/x/a%20b.safetensors?sig=a/b", "a b.safetensors", "https://h/x/n%20w?sig=a/b"),
+        ("http://[::1]:80/x/a.bin", "a.bin", "http://[::1]:80/x/n%20w"),
+        ("s3://bucket/x/a%20b.safetensors", "a%20b.safetensors", "s3://bucket/x/n w"),
+        ("simplecache::s3://bucket/x/a.bin", "a.bin", "simplecache::s3://bucket/x/n w"),
+        ("simplecache::http://[::1]:80/x/a.bin", "a.bin", "simplecache::http://[::1]:80/x/n w"),
+        ("zip://x/a.bin::simplecache::s3://bucket/y/z.zip", "a.bin", "zip://x/n w::simplecache::s3://bucket/y/z.zip"),
+        ("local:///a.bin", "a.bin", "local:///n w"),
+        ("http://h/a.bin", "a.bin", "http://h/n%20w"),
+        ("simplecache::zip://a.bin::s3://bucket/y/z.zip", "a.bin", "simplecache::zip://n w::s3://bucket/y/z.zip"),
+    ],
+)
+def test_names_and_neighbours_of_remote_files(url: str, name: str, beside: str) -> None:
+    assert RemoteFile(url).name == name
+    assert remote_beside(RemoteFile(url), "n w") == RemoteFile(beside)
 
 
 @pytest.mark.parametrize("where", ["sharded", "sharded/", "sharded/model.safetensors.index.json", "one", "one/model.safetensors"])
@@ -673,3 +699,27 @@ def test_what_a_file_system_has_listed_before_is_not_taken_for_the_file_as_it_is
     bucket("model.safetensors", save({name: value + 1 for name, value in whole().items()}))
     with pytest.raises(CheckpointError, match=r"has changed since it was opened .its ETag"):
         load(model(), checkpoint)
+
+
+@pytest.mark.parametrize(
+    "chain", ["simplecache::memory://bucket/{}", "zip://{}::memory://bucket/all.zip", "simplecache::zip://{}::memory://bucket/all.zip"]
+)
+def test_chains_of_fsspec(bucket: Callable[[str, bytes], None], chain: str) -> None:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for name, data in sharded_files().items():
+            bucket(name, data)
+            archive.writestr(name, data)
+    bucket("all.zip", packed.getvalue())
+    for where in ("", "model.safetensors.index.json"):
+        filled, _ = loaded(chain.format(where))
+        assert is_filled(filled)
+    with pytest.raises(CheckpointNotFoundError, match="there is no such file"):
+        Checkpoint.open(chain.format("nothing.safetensors"))
+
+
+def test_names_in_file_systems_are_taken_as_they_are(bucket: Callable[[str, bytes], None]) -> None:
+    for number, state in enumerate(states()):
+        bucket(f"a b%20#-0000{number + 1}-of-00002.safetensors", save(state))
+    filled, _ = loaded("memory://bucket")
+    assert is_filled(filled)

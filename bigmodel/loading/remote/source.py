@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from typing import Protocol
-from urllib.parse import urlsplit
 
 from ..entry import FileIdentity
 from ..location import RemoteFile
@@ -44,7 +43,7 @@ class Source(Protocol):
 
 def source_of(file: RemoteFile, identity: FileIdentity | None = None) -> Source:
     """The source of a file: http and https directly, other schemes through fsspec. `identity` is what the file must (still) be."""
-    if urlsplit(file.url).scheme.lower() in ("http", "https"):
+    if file.is_web:
         return HttpSource(file, identity)
     return FsspecSource(file, identity)
 

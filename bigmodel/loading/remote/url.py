@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Final
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import quote
 
 from ...errors import CheckpointNotFoundError
 from ..choose import INDEX_ENDING, choose
@@ -31,7 +31,7 @@ def url_parts(url: RemoteFile) -> Parts:
         return _index_parts(url, url)
     if url.name.lower().endswith(tuple(suffix for format_ in FORMATS for suffix in format_.suffixes)):
         return Parts(str(url), (url,))
-    if urlsplit(url.url).scheme.lower() in ("http", "https"):
+    if url.is_web:
         return _web_folder_parts(url)
     system, path = file_system(url.url)
     try:
@@ -68,14 +68,11 @@ def beside(file: RemoteFile, name: str) -> RemoteFile:
 
 
 def _folder(file: RemoteFile) -> RemoteFile:
-    return RemoteFile(_with_path(file.url, lambda path: path.rpartition("/")[0]))
+    return file.with_path(file.path[: file.path.rfind("/") + 1])
 
 
 def _inside(folder: RemoteFile) -> Callable[[str], RemoteFile]:
-    """Gives the file of a name in the folder; what follows the folder's path (a signature) is kept."""
-    return lambda name: RemoteFile(_with_path(folder.url, lambda path: f"{path.rstrip('/')}/{quote(name)}"))
-
-
-def _with_path(url: str, change: Callable[[str], str]) -> str:
-    scheme, host, path, query, _ = urlsplit(url)
-    return urlunsplit((scheme, host, change(path), query, ""))
+    """Gives the file of a name in the folder."""
+    path = folder.path if folder.path.endswith("/") or not folder.path else f"{folder.path}/"
+    # File systems take names as they are.
+    return lambda name: folder.with_path(path + (quote(name) if folder.is_web else name))
