@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,16 @@ def file_name(stem: str, index: int, suffix: str) -> str:
 
 
 def named_plainly(model: nn.Module) -> dict[str, Any]:
-    """The state dict of a model under the names that its parts have when they are not compiled."""
-    return {name.replace(COMPILED, ""): value for name, value in model.state_dict().items()}
+    """The state dict of a model, as torch makes it, under the names that its parts have when they are not compiled."""
+    state: dict[str, Any] = model.state_dict()
+    if not any(COMPILED in name for name in state):
+        return state
+    plain: Any = OrderedDict((name.replace(COMPILED, ""), value) for name, value in state.items())
+    # Modules are named without a dot at the end; what is inside of a compiled one comes after it and is the one that counts.
+    versions = getattr(state, "_metadata", {}).items()
+    plain._metadata = OrderedDict((f"{name}.".replace(COMPILED, "").removesuffix("."), version) for name, version in versions)
+    named: dict[str, Any] = plain
+    return named
 
 
 def save_weights_file(state: Mapping[str, Any], index: int, folder: Path, safe_serialization: bool) -> None:

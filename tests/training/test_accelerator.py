@@ -383,6 +383,18 @@ def test_trackers_are_told() -> None:
         Accelerator(cpu=True, log_with=[Diary])
 
 
+def test_the_state_dict_is_torchs_own_with_the_versions_of_modules() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    expected = model.state_dict()
+    state = accelerator.get_state_dict(accelerator.prepare(model))
+    assert type(state) is type(expected)
+    assert state._metadata == expected._metadata  # type: ignore[attr-defined]
+    assert state._metadata["1"]["version"] == 2  # type: ignore[attr-defined]
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -408,7 +420,7 @@ def test_models_are_compiled_by_regions_in_half_precision(tmp_path: Path) -> Non
     plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", dynamo_plugin=plugin)
     model = Blocks()
-    names = set(model.state_dict())
+    names, metadata = set(model.state_dict()), model.state_dict()._metadata
     ready, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     before = ready(torch.ones(2, 4))
     assert before.dtype == torch.float32
@@ -417,6 +429,7 @@ def test_models_are_compiled_by_regions_in_half_precision(tmp_path: Path) -> Non
     after = ready(torch.ones(2, 4))
     assert not torch.equal(before, after)
     assert set(accelerator.get_state_dict(ready)) == names
+    assert accelerator.get_state_dict(ready)._metadata == metadata  # type: ignore[attr-defined]
     accelerator.save_state(tmp_path)
     with torch.no_grad():
         for parameter in model.parameters():
