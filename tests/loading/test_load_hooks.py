@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import Processes
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.utils import weight_norm as old_weight_norm
@@ -16,7 +17,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import bigmodel
 from bigmodel.errors import MatchError
-from bigmodel.loading import Checkpoint, Renamed, init_empty_weights, load, load_checkpoint_in_model
+from bigmodel.loading import Checkpoint, Renamed, init_empty_weights, load, load_checkpoint_in_model, load_together
 
 State = dict[str, torch.Tensor]
 MAPS = [None, {"": "cpu"}, {"": "disk"}]
@@ -335,6 +336,21 @@ def test_hooks_after_a_load(tmp_path: Path, device_map: Any) -> None:
     load_checkpoint_in_model(model, tmp_path, device_map=device_map)
     assert torch.equal(model[0].seen, weight)
     assert model[0].missing == ["0.extra"]
+
+
+def load_in_all(folder: str) -> None:
+    for rank0_reads in (False, True):
+        model: Any = nn.Sequential(pair(split), After())
+        load_together(model, folder, rank0_reads=rank0_reads)
+        wanted = by_torch(pair(split), joined())
+        assert_same(model[0].state_dict(), wanted)
+        assert torch.equal(model[1].seen, torch.ones(3, 2))
+
+
+def test_several_processes(tmp_path: Path, processes: Callable[[int], Processes]) -> None:
+    state = {f"0.{name}": value for name, value in joined().items()}
+    save_file(state | {"1.linear.weight": torch.ones(3, 2), "1.linear.bias": torch.ones(3)}, tmp_path / "model.safetensors")
+    processes(2).run(load_in_all, str(tmp_path))
 
 
 def test_a_hook_after_a_load_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> None:
