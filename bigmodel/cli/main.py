@@ -21,6 +21,7 @@ from .load import load
 from .merge_weights import merge_weights
 from .output import fail
 from .plan import plan
+from .self_test import self_test
 
 __all__ = ["app", "main"]
 
@@ -55,6 +56,7 @@ app.command()(bench)
 app.command()(env)
 app.command()(merge_weights)
 app.add_typer(config)
+app.command("test")(self_test)
 for absent in (tpu_config, to_fsdp2):
     app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(absent)
 # What follows the script is the script's, also where it looks like an option.
