@@ -89,6 +89,7 @@ def _facts(opened: Checkpoint, tree: Tree, found: Match | None, problem: str | N
             "missing": list(found.missing),
             "unexpected": list(found.unexpected),
             "misshapen": [{"name": name, "model": list(model), "checkpoint": list(stored)} for name, model, stored in found.misshapen],
+            "unmade": [{"name": name, "why": why} for name, why in found.unmade],
             "refused": [{"name": name, "why": why} for name, why in found.refused],
             "kept": list(found.kept),
             "problem": problem,

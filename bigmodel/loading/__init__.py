@@ -8,7 +8,7 @@ from .dtypes import as_dtype, dtype_rule
 from .entry import Entry, FileIdentity
 from .folder_owner import check_owner, fill_folder, write_owner
 from .into_model import load, load_checkpoint_in_model, load_offloaded_weights, load_together
-from .keys import Computed, Concatenate, KeepsScales, KeyRules, Renamed, SameNames, Slice, Source, Stack, Transpose, Whole
+from .keys import Computed, Concatenate, KeepsScales, KeyRules, Renamed, SameNames, Slice, Source, Stack, Transpose, Unmade, Whole
 from .match import DtypeOf, Match, match
 from .materialize import check_covering, materialize, placements
 from .meta import init_empty_weights, init_on_device
@@ -58,6 +58,7 @@ __all__ = [
     "Stack",
     "Transfer",
     "Transpose",
+    "Unmade",
     "Whole",
     "as_dtype",
     "check_covering",

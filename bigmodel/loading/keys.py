@@ -13,7 +13,20 @@ from ..errors import PlanError
 from ..protocols import TensorSpec
 from .entry import Entry
 
-__all__ = ["Computed", "Concatenate", "KeepsScales", "KeyRules", "Renamed", "SameNames", "Slice", "Source", "Stack", "Transpose", "Whole"]
+__all__ = [
+    "Computed",
+    "Concatenate",
+    "KeepsScales",
+    "KeyRules",
+    "Renamed",
+    "SameNames",
+    "Slice",
+    "Source",
+    "Stack",
+    "Transpose",
+    "Unmade",
+    "Whole",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +87,14 @@ class Computed(Source):
     """Of the function's result."""
     dtype: torch.dtype | None = None
     """Of the function's result; None where it is the tensor's own dtype in the model, so that nothing is cast after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unmade(Source):
+    """A tensor that the rules know, but cannot make of what the checkpoint holds."""
+
+    reason: str
+    """Why, without a full stop."""
 
 
 class KeyRules(Protocol):

@@ -53,6 +53,8 @@ class Match:
     """Entries that fill nothing."""
     misshapen: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
     """Name, shape in the model, shape in the checkpoint."""
+    unmade: tuple[tuple[str, str], ...]
+    """Name, and why its key rule cannot be carried out."""
     refused: tuple[tuple[str, str], ...]
     """Name, and why its entry must not be cast to the model's dtype."""
     empty_buffers: tuple[str, ...]
@@ -87,6 +89,8 @@ class Match:
                 for name, expected, found in self.misshapen
             ]
             problems.append(f"shapes differ: {some(lines, '; ')}")
+        if self.unmade:
+            problems.append(f"cannot be made: {some([why for _, why in self.unmade], '; ')}")
         if self.refused:
             problems.append(f"values would be lost: {some([f'{name} ({why})' for name, why in self.refused], '; ')}")
         if self.empty_buffers and not allow_empty_buffers:
@@ -169,9 +173,8 @@ def match(
 
     Tied tensors (one object under several names) are filled once, by whichever of their names the checkpoint has. `dtype_of` decides each
     tensor's dtype (default: the model's own). Names that one of the regular expressions `ignore_missing` or `ignore_unexpected` finds are
-    not reported. Without rules, or with `Renamed`, what modules do in `load_state_dict` takes part (see `HookedNames`). Raises `PlanError`
-    for one that is no regular expression, and `MatchError` when a rule cannot be carried out; what does not fit is in the result, see
-    `Match.check`.
+    not reported. Without rules, or with `Renamed`, what modules do in `load_state_dict` takes part (see `HookedNames`). What does not fit
+    is in the result, see `Match.check`. Raises `PlanError` for one that is no regular expression.
     """
     may_miss = _patterns(ignore_missing, "ignore_missing")
     may_be_left = _patterns(ignore_unexpected, "ignore_unexpected")
@@ -189,6 +192,7 @@ def match(
     kept: list[str] = []
     aliases: dict[str, str] = {}
     misshapen: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+    unmade: list[tuple[str, str]] = []
     refused: list[tuple[str, str]] = []
     for first, every in names.items():
         aliases.update(dict.fromkeys(every[1:], first))
@@ -201,7 +205,11 @@ def match(
             is_value = not isinstance(tensors[first], nn.Parameter) and has_values
             (kept if is_value else missing).append(first)
             continue
-        transfer = lower(source, entries, first, specs[first].dtype)
+        try:
+            transfer = lower(source, entries, first, specs[first].dtype)
+        except MatchError as error:
+            unmade.append((first, str(error).rstrip(".")))
+            continue
         if transfer.shape != specs[first].shape:
             misshapen.append((first, specs[first].shape, transfer.shape))
             continue
@@ -224,6 +232,7 @@ def match(
         kept=tuple(kept),
         unexpected=tuple(name for name in unexpected if not any(pattern.search(name) for pattern in may_be_left)),
         misshapen=tuple(misshapen),
+        unmade=tuple(unmade),
         refused=tuple(refused),
         empty_buffers=tuple(empty),
         aliases=aliases,

@@ -14,7 +14,7 @@ import torch
 from ..errors import MatchError
 from .entry import Dequantized, Entry, Packed, Scaled, Sharded, Turned, contiguous_strides
 from .finite import refuse_not_finite
-from .keys import Computed, Concatenate, Slice, Source, Stack, Transpose, Whole
+from .keys import Computed, Concatenate, Slice, Source, Stack, Transpose, Unmade, Whole
 
 __all__ = ["Computation", "Piece", "Transfer", "lower"]
 
@@ -151,6 +151,8 @@ def _lowered(source: Source, entries: Mapping[str, Entry], target: str) -> tuple
             raise MatchError(f"{target!r}: its key rule asks for {source.name!r}, which the checkpoint does not hold.")
         entry = entries[source.name]
         return entry.shape, list(_pieces(entry))
+    if isinstance(source, Unmade):
+        raise MatchError(source.reason)
     if isinstance(source, Computed):
         inputs = tuple(_input(part, entries, target) for part in source.sources)
         shape = source.shape

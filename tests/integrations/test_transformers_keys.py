@@ -150,7 +150,26 @@ def test_an_expert_that_is_missing_is_named(tmp_path, checkpoint_folder):
 
     folder = rewrite(checkpoint_folder("mixtral"), tmp_path, lose)
     with pytest.raises(MatchError, match=r"model\.layers\.2\.mlp\.experts\.down_proj.*\[5\]"):
-        matched(folder)
+        matched(folder)[1].check()
+
+
+def test_all_that_does_not_fit_is_told_at_once(tmp_path, checkpoint_folder):
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.layers.2.block_sparse_moe.experts.5.w2.weight"]
+        tensors["model.layers.1.block_sparse_moe.experts.19.w2.weight"] = tensors[
+            "model.layers.1.block_sparse_moe.experts.0.w2.weight"
+        ].clone()
+        del tensors["model.norm.weight"]
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1]
+
+    folder = rewrite(checkpoint_folder("mixtral"), tmp_path, change)
+    with pytest.raises(MatchError) as error:
+        matched(folder)[1].check()
+    said = str(error.value)
+    assert re.search(r"nothing fills 1 tensors of the model: model\.norm\.weight", said, re.IGNORECASE), said
+    assert re.search(r"lm_head\.weight: \[\d+, \d+\] in the model", said), said
+    assert re.search(r"model\.layers\.2\.mlp\.experts\.down_proj.*\[5\]", said), said
+    assert re.search(r"model\.layers\.1\.mlp\.experts\.down_proj .* up to 19, the highest there", said), said
 
 
 def test_a_part_of_the_experts_that_is_missing_is_named(tmp_path, checkpoint_folder):
@@ -160,7 +179,7 @@ def test_a_part_of_the_experts_that_is_missing_is_named(tmp_path, checkpoint_fol
 
     folder = rewrite(checkpoint_folder("mixtral"), tmp_path, lose)
     with pytest.raises(MatchError, match=r"model\.layers\.2\.mlp\.experts\.gate_up_proj cannot .*\['\.experts\.\*\.w3\.weight'\]"):
-        matched(folder)
+        matched(folder)[1].check()
 
 
 def test_experts_of_different_shapes_are_refused_by_name(tmp_path, checkpoint_folder):
@@ -170,7 +189,7 @@ def test_experts_of_different_shapes_are_refused_by_name(tmp_path, checkpoint_fo
 
     folder = rewrite(checkpoint_folder("mixtral"), tmp_path, change)
     with pytest.raises(MatchError, match=r"model\.layers\.2\.mlp\.experts\.down_proj cannot be made"):
-        matched(folder)
+        matched(folder)[1].check()
 
 
 def test_scales_are_applied_or_refused(tmp_path, checkpoint_folder):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...errors import MatchError
-from ...loading import Entry, Source, Whole
+from ...loading import Entry, Source, Unmade, Whole
 from ...protocols import TensorSpec
 from .gguf import gguf_sources, is_gguf
 from .package import transformers_module
@@ -56,7 +56,8 @@ class TransformersKeys:
         again for the same, it does not look again: tens of thousands of experts take seconds.
 
         Raises:
-            MatchError: the tensors that a conversion needs are there in part or in the wrong shapes. For GGUF files see `gguf_sources`.
+            MatchError: for GGUF files, see `gguf_sources`. Tensors whose conversion lacks some of what it needs, or finds it in the
+                wrong shapes, are `Unmade`.
         """
         if self._asked is not None and self._asked == (entries, targets):
             return self.found, self._unexpected
@@ -94,8 +95,13 @@ class TransformersKeys:
         specs = {name: TensorSpec(tuple(entry.shape), entry.dtype) for name, entry in entries.items()}
         self.found = {}
         for target, group in groups.items():
-            for made, source in self._sources_of(target, group, specs, targets).items():
-                self.found.setdefault(made, source)
+            try:
+                made = self._sources_of(target, group, specs, targets)
+            except MatchError as error:
+                # What else does not fit shall be told with it.
+                made = {target: Unmade(str(error).rstrip("."))}
+            for name, source in made.items():
+                self.found.setdefault(name, source)
         expected = self._expected_unused()
         self._unexpected = [name for name, renamed in unused.items() if not (expected and expected.search(renamed))]
         self._asked = dict(entries), dict(targets)
@@ -145,6 +151,6 @@ def _check_numbering(target: str, names: list[str]) -> None:
     missing = sorted(set(range(max(numbers) + 1)) - set(numbers))
     if missing:
         raise MatchError(
-            f"{target} is stacked from numbered tensors such as {names[0]!r}, but {len(missing)} of their numbers are not in the "
-            f"checkpoint: {missing[:8]}."
+            f"{target} is stacked from numbered tensors such as {names[0]!r}, and {len(missing)} of the numbers up to {max(numbers)}, "
+            f"the highest there, are not in the checkpoint: {missing[:8]}"
         )
