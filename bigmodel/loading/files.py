@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import logging
 import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from ..errors import CheckpointError, CheckpointNotFoundError
 from .entry import FileIdentity
 from .location import CheckpointFile, RemoteFile, working_folder
 
+resource: Any = None
+with contextlib.suppress(ImportError):  # Windows has none
+    import resource
+
 __all__ = ["OpenFiles", "read_scattered"]
+
+logger = logging.getLogger(__name__)
 
 # A pipe that has taken the place of a file would be waited for, if it were not for O_NONBLOCK, which means nothing for files.
 OPENED: Final = os.O_RDONLY | sum(getattr(os, flag, 0) for flag in ("O_CLOEXEC", "O_BINARY", "O_NONBLOCK"))
@@ -54,6 +64,43 @@ def _close(*tables: dict[CheckpointFile, int]) -> None:
             os.close(descriptors.popitem()[1])
 
 
+def _opened(file: Path) -> int:
+    """A descriptor. Where the process has as many as it may, it may have as many as it could allow itself from then on.
+
+    Only then: code that waits by select(2) cannot do so for descriptors beyond 1023, and the system's default keeps them below. Raises
+    OSError.
+    """
+    try:
+        return os.open(file, OPENED)
+    except OSError as error:
+        if error.errno != errno.EMFILE or not _raise_limit():
+            raise
+    return os.open(file, OPENED)
+
+
+def _raise_limit() -> bool:
+    """Whether the process may have more open files now."""
+    if resource is None:
+        return False
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return False
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError):  # macOS allows less than it says
+        return False
+    logger.info("The limit of open files (ulimit -n) was %d and is %d now: a checkpoint has more files.", soft, hard)
+    return True
+
+
+def _too_many(file: Path, count: int) -> str:
+    limit = "" if resource is None else f" {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"
+    return (
+        f"{file}: cannot be opened beside {count} other files of the checkpoint: the process has as many files open as it may{limit}. "
+        "Allow it more (`ulimit -n 4096` in the shell that starts it), close others, or save the checkpoint in fewer files."
+    )
+
+
 class OpenFiles:
     """Descriptors by path, opened when first needed, shared by everything that reads from them, closed with the last of these."""
 
@@ -84,10 +131,12 @@ class OpenFiles:
             if file not in self._descriptors:
                 assert not isinstance(file, RemoteFile), file
                 try:
-                    self._descriptors[file] = os.open(self._here / file, OPENED)
+                    self._descriptors[file] = _opened(self._here / file)
                 except FileNotFoundError as error:
                     raise CheckpointNotFoundError(f"{file}: the file is gone since the checkpoint was opened.") from error
                 except OSError as error:
+                    if error.errno == errno.EMFILE:
+                        raise CheckpointError(_too_many(file, len(self._descriptors))) from error
                     raise CheckpointError(f"{file}: cannot be read: {error}.") from error
             return self._descriptors[file]
 

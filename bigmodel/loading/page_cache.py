@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from .location import CheckpointFile
+from .mapping import map_privately
 
 __all__ = ["PageCache"]
 
@@ -41,8 +42,10 @@ class PageCache:
         with self._lock:
             if file not in self._mappings:
                 # Private and never touched: an address for mincore, that of a file too big for RAM too.
-                mapping = mmap.mmap(self._descriptors[file], 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-                self._mappings[file] = torch.frombuffer(mapping, dtype=torch.uint8)
+                try:
+                    self._mappings[file] = torch.frombuffer(map_privately(self._descriptors[file]), dtype=torch.uint8)
+                except OSError:  # file systems and limits that allow no mapping
+                    return 1.0
             mapped = self._mappings[file]
         first = offset // mmap.PAGESIZE
         end = min(offset + nbytes, mapped.numel())

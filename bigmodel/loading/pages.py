@@ -8,7 +8,6 @@ systems, and each is looked at before every use; one that has changed is refused
 from __future__ import annotations
 
 import functools
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,10 +25,11 @@ from ..waiting import result_of, submitted
 from .entry import Entry, contiguous_strides
 from .files import OpenFiles
 from .location import RemoteFile
+from .mapping import map_privately
 from .transfer import Transfer
 from .workers import workers
 
-__all__ = ["MappedPages", "map_privately", "range_of", "tensor_on"]
+__all__ = ["MappedPages", "range_of", "tensor_on"]
 
 ALIGNMENT: Final = 16
 """Where the first element of a tensor of 4-byte numbers or larger has to lie (bytes). On others MKL sums in another order: results differ
@@ -50,9 +50,6 @@ CHUNK_BYTES: Final = 1 * MiB
 GAP_BYTES: Final = 128 * KiB
 """Bytes between two tensors that are read with them rather than skipped."""
 
-_NO_RESERVE = 0x4000 if os.name == "posix" and os.uname().sysname == "Linux" else 0
-"""MAP_NORESERVE: what is mapped to be written counts as memory that may be needed, and files may be larger than that."""
-
 
 class MappedPages:
     """Maps files of a checkpoint, each once, and gives tensors on their pages.
@@ -64,7 +61,8 @@ class MappedPages:
     def __init__(self, files: OpenFiles, enabled: bool | None = None) -> None:
         self._files = files
         self._enabled = enabled
-        self._mappings: dict[Path, mmap.mmap | None] = {}
+        self._mappings: dict[Path, Any] = {}
+        """Buffers; None for what cannot be mapped."""
         self._tensors: dict[str, tuple[Path, torch.Tensor]] = {}
         self._ranges: dict[tuple[str, ...], list[tuple[Path, int, int]]] = {}
         """What tensors that are used together read: the same in every forward."""
@@ -127,7 +125,7 @@ class MappedPages:
             return self._enabled
         return environment_flag("MAP_FILES", _is_local(file.parent))
 
-    def _mapping(self, file: Path) -> mmap.mmap | None:
+    def _mapping(self, file: Path) -> Any:
         with self._lock:
             if file not in self._mappings:
                 descriptor = self._files.checked([file])[file]
@@ -173,14 +171,7 @@ def _bring_in(chunks: Iterator[tuple[int, int, int]]) -> None:
             os.preadv(descriptor, [scratch[:nbytes]], offset)
 
 
-def map_privately(descriptor: int) -> mmap.mmap:
-    """The whole of a file, mapped to be read, and written to in copies of its pages that are this process's alone. Raises OSError."""
-    if os.name == "posix":
-        return mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE | _NO_RESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
-
-
-def tensor_on(mapping: mmap.mmap, transfer: Transfer, offset: int) -> torch.Tensor:
+def tensor_on(mapping: Any, transfer: Transfer, offset: int) -> torch.Tensor:
     """The tensor whose bytes begin at `offset` of a mapped file; it keeps the mapping."""
     count = transfer.nbytes // transfer.dtype.itemsize
     with torch.inference_mode(False):
