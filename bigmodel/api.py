@@ -34,6 +34,7 @@ from .loading import (
     KeyRules,
     NoValuesError,
     Reading,
+    check_open,
     dtype_rule,
     init_empty_weights,
     init_on_device,
@@ -126,6 +127,7 @@ def load_and_dispatch(
         QuantizationError: a config that is none, or packed weights that do not fit it. The model is unchanged after any of them, and after
         Ctrl-C.
     """
+    check_open(checkpoint)
     with (
         unchanged_on_error(model),
         quantized_load(

@@ -8,6 +8,7 @@ from typing import TypeVar
 from torch import nn
 
 from .devices import DeviceKey, as_key
+from .errors import PlanError
 
 __all__ = ["covering_entry", "device_for", "normalized", "unknown_entries"]
 
@@ -30,7 +31,14 @@ def device_for(name: str, device_map: Mapping[str, T]) -> T | None:
 
 
 def normalized(device_map: Mapping[str, object]) -> dict[str, DeviceKey]:
-    """The same map with values as `devices.as_key` writes them. Raises `PlanError` on an unknown device, naming the entry."""
+    """The same map with values as `devices.as_key` writes them.
+
+    Raises `PlanError` on an unknown device, naming the entry, and for what is no mapping.
+    """
+    if not isinstance(device_map, Mapping):
+        raise PlanError(
+            f"The device map is {device_map!r}, not a mapping of module names to devices. Everything on one device is {{'': device}}."
+        )
     return {name: as_key(device, where=f"entry {name!r} of the device map") for name, device in device_map.items()}
 
 

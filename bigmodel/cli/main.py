@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +20,7 @@ from .launch import launch
 from .launch_options import LaunchCommand
 from .load import load
 from .merge_weights import merge_weights
-from .output import fail
+from .output import fail, print_json
 from .plan import plan
 from .self_test import self_test
 
@@ -64,10 +65,16 @@ app.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": Fals
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Runs the command line; errors that bigmodel raises on purpose become one message on stderr and exit code 1."""
+    """Runs the command line; errors that bigmodel raises on purpose become one message on stderr and exit code 1.
+
+    With `--json` stdout says so as well: `{"error": …}`.
+    """
     try:
         return app(arguments)
     except BigModelError as error:
+        given = sys.argv[1:] if arguments is None else arguments
+        if "--json" in given and given[0] != "launch":  # whose other arguments are the script's
+            print_json({"error": str(error)})
         fail(str(error))
     except KeyboardInterrupt:
         fail("Interrupted.", code=130)

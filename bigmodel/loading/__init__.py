@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, check_open
 from .contradiction import refuse_others_said
 from .dtypes import as_dtype, dtype_rule
 from .entry import Entry, FileIdentity
@@ -62,6 +62,7 @@ __all__ = [
     "Whole",
     "as_dtype",
     "check_covering",
+    "check_open",
     "check_owner",
     "dtype_rule",
     "extract_submodules_state_dict",

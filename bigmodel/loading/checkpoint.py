@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import CheckpointError
+from ..text import kind_text
 from .checksum import checksums_in
 from .choose import format_of
 from .entry import Entry, FileIdentity, Sharded
@@ -21,7 +22,7 @@ from .remote import beside, read_header, repository_parts, url_parts
 from .verify import verify_files
 from .workers import in_order
 
-__all__ = ["Checkpoint", "Entry", "FileIdentity"]
+__all__ = ["Checkpoint", "Entry", "FileIdentity", "check_open"]
 
 HEADER_READERS: Final = 16
 """Headers read at once: small requests, of which network disks and web servers serve many at a time."""
@@ -108,6 +109,12 @@ class Checkpoint:
         for file, identity in self.identities.items():
             if not isinstance(file, RemoteFile):
                 identity.check(FileIdentity.of(file), file)
+
+
+def check_open(checkpoint: object) -> None:
+    """Raises `CheckpointError` for what is no open checkpoint, such as a path."""
+    if not isinstance(checkpoint, Checkpoint):
+        raise CheckpointError(f"{kind_text(checkpoint)} is no open checkpoint: give bigmodel.Checkpoint.open({checkpoint!r:.200}).")
 
 
 def _parts(place: Path | RemoteFile | HubRepository, keep: bool) -> Parts:

@@ -54,10 +54,13 @@ def check_owner(folder: str | Path, model: nn.Module, source: str | None = None)
     theirs = note if isinstance(note, dict) else {}
     if own == theirs | ({"source": ""} if source is None else {}):
         return True
+    only_tensors = own["model"] == theirs.get("model") and source in (None, theirs.get("source"))
+    difference = "tensors of other names or shapes: " if only_tensors else ""
     mine = "" if source is None else f" from {source or 'its own values'}"
+    whose = f"{theirs.get('model')} from {theirs.get('source') or 'its own values'}"
     raise CheckpointError(
-        f"{folder}: this offload folder belongs to another model ({theirs.get('model')} from {theirs.get('source') or 'its own values'}; "
-        f"this one is {own['model']}{mine}). Delete the folder, or use another one."
+        f"{folder}: this offload folder belongs to another model ({difference}{whose}; this one is {own['model']}{mine}). "
+        "Delete the folder, or use another one."
     )
 
 

@@ -8,7 +8,7 @@ import logging
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed
@@ -22,7 +22,7 @@ from ..errors import CheckpointError, PlanError
 from ..interrupts import uninterrupted
 from ..progress import ProgressCallback
 from ..protocols import Packer
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, check_open
 from .dtypes import dtype_rule
 from .entry import Sharded
 from .exchange import exchange, several_processes
@@ -41,6 +41,8 @@ from .set_tensor import set_module_tensor_to_device
 from .ways import Reading
 
 __all__ = ["load", "load_checkpoint_in_model", "load_offloaded_weights", "load_together"]
+
+MAP_FINDERS: Final = ("auto", "balanced", "balanced_low_0", "sequential")
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ def load(
 
     Entries that fill nothing are a warning. No file is written.
     """
+    check_open(checkpoint)
     found = match(model, checkpoint, rules, dtype_of=dtype_of, ignore_missing=ignore_missing, ignore_unexpected=ignore_unexpected)
     _report_hooks(found)
     found.check(strict=strict)
@@ -114,7 +117,7 @@ def _report_unexpected(model: nn.Module, found: Match) -> None:
 def load_checkpoint_in_model(
     model: nn.Module,
     checkpoint: str | Path,
-    device_map: Mapping[str, object] | None = None,
+    device_map: Mapping[str, object] | str | int | torch.device | None = None,
     offload_folder: str | Path | None = None,
     dtype: torch.dtype | str | None = None,
     offload_state_dict: bool = False,
@@ -133,9 +136,9 @@ def load_checkpoint_in_model(
     """Fills `model` from a checkpoint: a file, an `*.index.json`, or a folder (see `Checkpoint.open`).
 
     Args:
-        device_map: module name → device. None fills tensors where they are, and on CPU those on meta. What is mapped to "disk" becomes a
-            meta tensor, and `offload_folder` gets an `index.json` that points into the checkpoint: nothing of it is copied but what is
-            made of several tensors there (weights with their scales), which is written once, as it is wanted.
+        device_map: module name → device, or one device for everything. None fills tensors where they are, and on CPU those on meta. What is
+            mapped to "disk" becomes a meta tensor, and `offload_folder` gets an `index.json` that points into the checkpoint: nothing of it
+            is copied but what is made of several tensors there (weights with their scales), which is written once, as it is wanted.
         offload_folder: needed with "disk". It is refused when it belongs to another model.
         dtype: of floating tensors; by default each keeps the model's own.
         offload_state_dict: accepted for old scripts; memory stays flat without it.
@@ -172,7 +175,7 @@ def load_checkpoint_in_model(
             progress_callback=progress_callback,
         )
         return
-    devices = None if device_map is None else normalized(device_map)
+    devices = None if device_map is None else _given_map(device_map)
     if devices is not None and (unknown := unknown_entries(model, devices)):
         warnings.warn(f"The following device_map keys do not match any submodules in the model: {unknown}", UserWarning, stacklevel=2)
     if devices is None or "disk" not in devices.values():
@@ -216,6 +219,15 @@ def load_checkpoint_in_model(
             progress_callback=progress_callback,
         )
     _report_unexpected(model, found)
+
+
+def _given_map(device_map: Mapping[str, object] | str | int | torch.device) -> dict[str, DeviceKey]:
+    if isinstance(device_map, str) and device_map in MAP_FINDERS:
+        raise PlanError(
+            f"device_map={device_map!r}: this call finds no map. load_checkpoint_and_dispatch does; or give a map that "
+            "infer_auto_device_map has found, or one device."
+        )
+    return normalized({"": device_map} if isinstance(device_map, (str, int, torch.device)) else device_map)
 
 
 def _is_made(names: Collection[str], opened: Checkpoint, found: Match) -> bool:

@@ -10,6 +10,7 @@ from typing import Final
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from ..errors import CheckpointError
+from ..text import kind_text
 
 __all__ = ["CachePlace", "CheckpointFile", "HubRepository", "RemoteFile", "located", "working_folder"]
 
@@ -110,8 +111,11 @@ def located(where: str | os.PathLike[str]) -> Path | RemoteFile | HubRepository:
     (`hf://owner/name[@revision][/path]`: a repository on the hub, or something in it; `file://…`: local), also one of fsspec's chains
     (`simplecache::s3://…`). Another string of the form
     `owner/name` or `owner/name@revision` is a repository on the hub. Everything else is local. So `./owner/name` is always local and
-    `hf://owner/name` never. Raises `CheckpointError` for an empty string and for a `hf://` that names no repository.
+    `hf://owner/name` never. Raises `CheckpointError` for an empty string, for a `hf://` that names no repository,
+    and for what is neither a string nor a path.
     """
+    if not isinstance(where, (str, os.PathLike)) or not isinstance(os.fspath(where), str):
+        raise CheckpointError(f"{kind_text(where)} names no checkpoint. Give a path, or a URL or owner/name as a string.")
     if where == "":
         raise CheckpointError("An empty string names no checkpoint. The folder that the program runs in is '.'.")
     if not isinstance(where, str) or os.path.lexists(where):

@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..errors import MatchError, PlanError
 from ..modules import get_non_persistent_buffers, tensor_aliases
@@ -179,6 +180,11 @@ def match(
     may_miss = _patterns(ignore_missing, "ignore_missing")
     may_be_left = _patterns(ignore_unexpected, "ignore_unexpected")
     tensors, names, empty = model_tensors(model)
+    lazy = [name for name, tensor in tensors.items() if is_lazy(tensor)]
+    if lazy:
+        raise MatchError(
+            f"{some(lazy)} of the model have no shape yet: they belong to lazy modules. Run a forward first, which gives them one."
+        )
     hooks = hooked(model, rules, checkpoint.versions)
     rules = hooks or rules
     specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, Final
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
 
 from ..atomic import folder_to_write, write_all
 from ..constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_PATTERN_NAME
@@ -80,6 +81,7 @@ def save_model(
             )
     folder = Path(folder)
     tensors, texts = _tensors(model, safe_serialization)
+    _check_plain(tensors)
     kept, aliases = without_aliases(tensors)
     if fetch is None:
         empty = [name for name in kept if kept[name].device.type == "meta"]
@@ -135,6 +137,19 @@ def _tensors(model: nn.Module, safe_serialization: bool) -> tuple[dict[str, torc
     return state | texts, texts
 
 
+def _check_plain(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises `CheckpointError`, naming them, for tensors that are not one block of numbers, which files hold."""
+    for name, tensor in tensors.items():
+        if is_lazy(tensor):
+            raise CheckpointError(f"{name!r} has no shape yet: it belongs to a lazy module. Run a forward first, which gives it one.")
+        layout = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        if layout != "strided":
+            raise CheckpointError(
+                f"{name!r} is a {layout.removeprefix('_')} tensor; files hold dense ones alone. Make it one (to_dense, dequantize, "
+                "to_padded_tensor), or leave it out of the state dict (persistent=False)."
+            )
+
+
 def _with_texts(texts: Mapping[str, torch.Tensor], fetch: Fetch, name: str) -> torch.Tensor:
     return texts[name] if name in texts else fetch(name)
 
@@ -147,7 +162,8 @@ def without_aliases(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torc
     for name, tensor in tensors.items():
         # Empty and meta tensors have no address to be compared by; the same object is the same tensor anywhere.
         has_address = tensor.device.type != "meta" and tensor.numel() > 0
-        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if has_address else id(tensor)
+        reading = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()) if has_address else ()
+        key = (tensor.device, tensor.data_ptr(), *reading) if has_address else id(tensor)
         known = first.setdefault(key, name)
         if known == name:
             kept[name] = tensor
@@ -175,7 +191,7 @@ def _fetched(fetch: Fetch, name: str, spec: TensorSpec) -> torch.Tensor:
             f"{name!r} should be saved with shape {list(spec.shape)} and {spec.dtype}; "
             f"its values came with {list(tensor.shape)}, {tensor.dtype}, on {tensor.device}."
         )
-    return tensor
+    return tensor.resolve_conj().resolve_neg()
 
 
 def write_safetensors(

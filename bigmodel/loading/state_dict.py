@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from ..device_map import device_for, normalized
 from ..devices import as_device
+from ..errors import CheckpointError
 from .checkpoint import Checkpoint
 from .entry import FileIdentity
+from .formats.header import START_BYTES, Header, foreign, read_local
+from .formats.torch_zip import TorchZipFormat
 from .host_memory import empty_host_tensor
 from .keys import Whole
+from .location import CheckpointFile, located
 from .reader import Reader
 from .transfer import lower
 
@@ -28,11 +33,11 @@ def load_state_dict(checkpoint_file: str | Path, device_map: Mapping[str, object
     Each goes to the device of its entry in `device_map`; "disk", unmapped names and a file of torch go to CPU. Raises `CheckpointError` for
     a damaged file, OSError for safetensors of an unknown framework, ValueError for tensors of tf or flax.
     """
-    file = Path(checkpoint_file)
+    place = located(checkpoint_file)
+    file = place if isinstance(place, Path) else Path(checkpoint_file)
     if file.suffix != ".safetensors":
         FileIdentity.of(file)
-        state: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", weights_only=True)
-        return state
+        return _by_torch(file)
     checkpoint = Checkpoint.open(file)
     framework = checkpoint.metadata.get("format")
     if framework is None:
@@ -56,6 +61,33 @@ def load_state_dict(checkpoint_file: str | Path, device_map: Mapping[str, object
     finally:
         reader.close()
     return {transfer.target: tensor for transfer, tensor in jobs}
+
+
+def _by_torch(file: Path) -> dict[str, torch.Tensor]:
+    """What torch reads from a file. Raises `CheckpointError` for what it does not read, with what the file is."""
+    try:
+        state: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a damaged file makes torch stumble over
+        read_local(file, partial(_explain, error=error))
+        raise
+    return state
+
+
+def _explain(file: CheckpointFile, size_bytes: int, read: Callable[[int, int], bytes], error: Exception) -> Header:
+    start = read(0, START_BYTES)
+    if start.startswith(b"PK"):
+        try:
+            TorchZipFormat().header_from(file, size_bytes, read)
+        except CheckpointError as told:
+            raise CheckpointError(f"{told} (Asked of torch.load with weights_only=True.)") from error
+    if not start:
+        raise CheckpointError(f"{file}: the file is empty. Get it again.") from error
+    story = (
+        foreign(start) or f"torch.load(..., weights_only=True) cannot read it ({type(error).__name__}); it is damaged, or none of torch's."
+    )
+    raise CheckpointError(f"{file}: {story}") from error
 
 
 def read_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
