@@ -150,7 +150,9 @@ def load_checkpoint_in_model(
             all.
         broadcast_from_rank0: with `device_map=None` and in a call that all processes make, process 0 alone reads (the others need no
             files) and sends.
-            Without it, each reads what its model holds, of sharded parameters no more than its part; see also `load_together`.
+            Without it, each reads what its model holds, of sharded parameters no more than its part, but for parts of rows shorter than
+            32 KiB (64 KiB where they are cast, any where they go to an accelerator), which it reads with what lies between them. With
+            `load_together` all processes read the files once.
         mmap: whether tensors on CPU that need no conversion share the pages of the checkpoint's files instead of being private. Who then
             writes to a file changes the model, and who truncates it ends the process.
         reading: how files are read: through the page cache (`"buffered"`), past it (`"direct"`), or as is found to be faster (`"auto"`).

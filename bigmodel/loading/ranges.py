@@ -25,6 +25,9 @@ SHORTEST_RUN_BYTES: Final = 64 << 10
 """Runs of a strided piece below this are cheaper read in one go and copied than read one by one."""
 GAP_BYTES: Final = 128 << 10
 """Bytes between two ranges that are read and thrown away rather than asked for apart."""
+APART_BYTES: Final = 32 << 10
+"""Shortest run of a strided piece that is read apart through the page cache, into place in host memory, where at least half of what is
+read were thrown away otherwise. Below, asking takes longer than reading it. Casts, and reads past the page cache, want it twice as long."""
 MAX_BUFFERS: Final = 512
 """Buffers of one scattered read; systems allow 1024 (IOV_MAX)."""
 ALIGNMENT: Final = 64
@@ -112,10 +115,13 @@ class ReadPlan:
     """Pieces that a function makes, and the number of their transfer."""
 
 
-def plan_reads(jobs: Sequence[tuple[Transfer, torch.dtype, bool]]) -> ReadPlan:
-    """The plan for transfers into destinations of a dtype, in host memory or not."""
-    ranges = [each for number, (transfer, dtype, on_host) in enumerate(jobs) for each in _ranges(number, transfer, dtype, on_host)]
-    found = tuple(_batches(ranges))
+def plan_reads(jobs: Sequence[tuple[Transfer, torch.dtype, bool]], *, past_cache: bool = False) -> ReadPlan:
+    """The plan for transfers into destinations of a dtype, in host memory or not, for reads that may go past the page cache or not."""
+    apart_bytes = 2 * APART_BYTES if past_cache else APART_BYTES
+    ranges = [
+        each for number, (transfer, dtype, on_host) in enumerate(jobs) for each in _ranges(number, transfer, dtype, on_host, apart_bytes)
+    ]
+    found = tuple(_batches(ranges, apart_bytes))
     local = tuple(batch for batch in found if not isinstance(batch.file, RemoteFile))
     computed = (
         (number, piece, piece.origin)
@@ -179,34 +185,41 @@ def _starts(dims: _Dims, source: int, target: int) -> Iterator[tuple[int, int]]:
         yield from _starts(inner, source + index * source_step, target + index * target_step)
 
 
-def _ranges(job: int, transfer: Transfer, dtype: torch.dtype, on_host: bool) -> Iterator[Range]:
+def _ranges(job: int, transfer: Transfer, dtype: torch.dtype, on_host: bool, apart_bytes: int) -> Iterator[Range]:
     strides = contiguous_strides(transfer.shape)
     for piece in transfer.pieces:
         if isinstance(piece.origin, Entry) and 0 not in piece.shape:
             as_is = on_host and piece.origin.dtype == transfer.dtype == dtype
-            yield from _ranges_of_piece(job, piece, piece.origin, strides, transfer.dtype, as_is, STAGED_BYTES if on_host else QUEUED_BYTES)
+            apart = (apart_bytes if as_is else 2 * apart_bytes) if on_host else None
+            yield from _ranges_of_piece(job, piece, piece.origin, strides, transfer.dtype, as_is, apart)
 
 
 def _ranges_of_piece(
-    job: int, piece: Piece, entry: Entry, strides: tuple[int, ...], rounded: torch.dtype, as_is: bool, staged_bytes: int
+    job: int, piece: Piece, entry: Entry, strides: tuple[int, ...], rounded: torch.dtype, as_is: bool, apart_bytes: int | None
 ) -> Iterator[Range]:
+    """`apart_bytes` is the shortest run that is read apart; None for an accelerator, where each copy has its price."""
     item = entry.dtype.itemsize
     first = sum(start * stride for start, stride in zip(piece.start, strides, strict=True))
     dims = _merged(piece, strides)
     in_order = not dims or dims[-1][1:] == (1, 1)
     run = dims[-1][0] if dims and in_order else 1
-    if as_is and in_order and (len(dims) <= 1 or run * item >= SHORTEST_RUN_BYTES):
+    skips_half = in_order and len(dims) > 1 and dims[-2][1] >= 2 * run and not isinstance(entry.file, RemoteFile)
+    is_apart = skips_half and apart_bytes is not None and run * item >= apart_bytes
+    if is_apart or (as_is and in_order and (len(dims) <= 1 or run * item >= SHORTEST_RUN_BYTES)):
+        longest = (DIRECT_BYTES if as_is else STAGED_BYTES) // item
         for source, target in _starts(dims[:-1], piece.source_offset, first):
-            for start in range(0, run, DIRECT_BYTES // item):
-                number = min(DIRECT_BYTES // item, run - start)
+            for start in range(0, run, longest):
+                number = min(longest, run - start)
                 offset = entry.offset + (source + start) * item
-                yield Range(entry.file, offset, number * item, job, target + start, None, entry.dtype, rounded)
+                copied = None if as_is else ((number, 1, 1),)
+                yield Range(entry.file, offset, number * item, job, target + start, copied, entry.dtype, rounded)
         return
+    staged_bytes = QUEUED_BYTES if apart_bytes is None else STAGED_BYTES
     for source, target, part in _chunks(dims, staged_bytes // item, piece.source_offset, first):
         yield Range(entry.file, entry.offset + source * item, _span(part) * item, job, target, tuple(part), entry.dtype, rounded)
 
 
-def _batches(ranges: Iterable[Range]) -> Iterator[Batch]:
+def _batches(ranges: Iterable[Range], apart_bytes: int) -> Iterator[Batch]:
     """Ranges in file order, neighbours together as far as staging memory, size and number of buffers allow."""
     batch: Batch | None = None
     end = reach = 0
@@ -216,6 +229,7 @@ def _batches(ranges: Iterable[Range]) -> Iterator[Batch]:
             batch is None
             or batch.file != each.file
             or not 0 <= gap <= GAP_BYTES
+            or (gap >= each.nbytes >= apart_bytes and batch.ranges[-1].job == each.job and not isinstance(each.file, RemoteFile))
             or len(batch.ranges) >= MAX_BUFFERS
             or batch.nbytes + gap + each.nbytes > DIRECT_BYTES
             or batch.staged_bytes + each.staged_bytes > STAGED_BYTES

@@ -64,7 +64,8 @@ class Reader:
         meanwhile, or ends early; what the tensors hold then is undefined. Who is one of several threads already reads `in_this_thread`.
         `fresh` tensors have never been written to, so that their memory has yet to be given to the process.
         """
-        plan = plan_reads([(transfer, tensor.dtype, tensor.device.type == "cpu") for transfer, tensor in jobs])
+        kinds = [(transfer, tensor.dtype, tensor.device.type == "cpu") for transfer, tensor in jobs]
+        plan = plan_reads(kinds, past_cache=self._reading != "buffered")
         destinations = [tensor for _, tensor in jobs]
         return self.carry_out(plan, destinations, progress, in_this_thread=in_this_thread, fresh=fresh)
 
