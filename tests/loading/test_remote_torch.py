@@ -6,6 +6,7 @@ import io
 import json
 import os
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -274,3 +275,33 @@ def test_what_is_wrong_with_a_distributed_checkpoint_is_said_by_name(server: Ran
     filled = model()
     load(filled, Checkpoint.open(server.url("whole/.metadata")))
     assert is_filled(filled)
+
+
+def with_contents(pickled: bytes) -> bytes:
+    """An archive of torch.save with another pickle."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(saved(whole()))) as archive, zipfile.ZipFile(stream, "w") as changed:
+        for info in archive.infolist():
+            changed.writestr(info.filename, pickled if info.filename.endswith("data.pkl") else archive.read(info))
+    return stream.getvalue()
+
+
+REPEATING = b")q\x00" + b"h\x00h\x00\x86q\x00" * 60
+"""A tuple of twice the same tuple of twice the same tuple … in the memo."""
+
+
+@pytest.mark.parametrize("use", [b"}%bNs.", b"ccollections\nOrderedDict\n]%bN\x86a\x85R."])
+@pytest.mark.parametrize(
+    ("before", "key", "says"),
+    [(b"", b")" + b"\x85" * 100_000, "more than 100 tuples within each other"), (REPEATING, b"h\x00", "tuples repeat each other")],
+)
+def test_tuples_that_take_for_ever_to_hash_are_refused(server: RangeServer, use: bytes, before: bytes, key: bytes, says: str) -> None:
+    server.files["x.pt"] = with_contents(b"\x80\x02" + before + use % key)
+    with pytest.raises(CheckpointError, match=f"x.pt: holds more than tensors and plain containers.*{says}"):
+        Checkpoint.open(server.url("x.pt"))
+
+
+def test_tuples_that_are_saved_beside_tensors_are_no_harm(server: RangeServer) -> None:
+    names = tuple(str(number) for number in range(10_000))
+    server.files["x.pt"] = saved(whole() | {"names": [names, (names, (names, 1.0)), {("a", (1, 2)): names}]})
+    assert set(Checkpoint.open(server.url("x.pt")).entries) == set(whole())

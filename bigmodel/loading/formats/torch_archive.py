@@ -21,6 +21,7 @@ from torch import _weights_only_unpickler
 from ...errors import CheckpointError
 from ..entry import Entry, span_elements
 from ..location import CheckpointFile
+from .nested_tuples import refuse_endless_tuples
 
 __all__ = ["TorchArchive"]
 
@@ -149,6 +150,7 @@ class TorchArchive:
 
         unpickler.persistent_load = storage_of  # type: ignore[method-assign]
         try:
+            refuse_endless_tuples(text)
             return unpickler.load()
         except pickle.UnpicklingError as error:
             raise CheckpointError(
