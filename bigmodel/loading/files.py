@@ -94,7 +94,7 @@ def _raise_limit() -> bool:
 
 
 def _too_many(file: Path, count: int) -> str:
-    limit = "" if resource is None else f" {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"
+    limit = "" if resource is None else f" ({resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
     return (
         f"{file}: cannot be opened beside {count} other files of the checkpoint: the process has as many files open as it may{limit}. "
         "Allow it more (`ulimit -n 4096` in the shell that starts it), close others, or save the checkpoint in fewer files."
