@@ -327,8 +327,15 @@ def resolve(path):
 
 
 OWN_PARAMETERS = {
-    "load_checkpoint_and_dispatch": {"quantization": None, "packed_cache": None, "mmap": False, "reading": "auto"},
-    "load_checkpoint_in_model": {"mmap": False, "reading": "auto"},
+    "load_checkpoint_and_dispatch": {
+        "quantization": None,
+        "packed_cache": None,
+        "mmap": False,
+        "reading": "auto",
+        "progress": None,
+        "progress_callback": None,
+    },
+    "load_checkpoint_in_model": {"mmap": False, "reading": "auto", "progress": None, "progress_callback": None},
 }
 """What bigmodel has added, by keyword only, so that no positional call of an old script means anything else."""
 
