@@ -24,7 +24,7 @@ class LoopedLoader(Protocol):
     """Whether the batch handed out last was the last one."""
     remainder: int
     """Where the batch handed out repeats samples, how many of those of all processes together are none; 0: the last batch, and nothing is
-    repeated; -1: not the last batch, or not known."""
+    repeated; in one process, the samples of a last batch that is not full; -1: not the last batch, or not known."""
 
 
 class GradientState:

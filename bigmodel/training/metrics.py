@@ -39,6 +39,8 @@ def gather_for_metrics(accelerator: Accelerator, input_data: Any, use_gather_obj
     if not accelerator.use_distributed:
         return input_data
     ranks = accelerator.strategy.data_ranks or range(accelerator.num_processes)
+    if len(ranks) == 1:  # nothing is repeated
+        wanted = 0
     if last and wanted < 0:
         warnings.warn(
             "The data loader cannot tell which samples of its last batch are repeated ones, so they are counted twice. "

@@ -14,7 +14,6 @@ from ..state import PartialState
 from .loader import END, PreparedLoader
 from .mesh import data_shares
 from .position import Resumption
-from .rows import short_rows
 from .sending import Channel, Note
 from .sharing import Sharing, Step
 
@@ -102,9 +101,9 @@ class DataLoaderDispatcher(PreparedLoader):
             for batch, note in self._send(channel) if self.state.is_main_process else self._receive(channel):
                 position.batches += 1
                 position.finished = note.last
-                self.end_of_dataloader = note.last
-                self.short_end = short_rows(batch, self.own_batch_size) if note.last else None
-                self.remainder = note.real if note.last or note.real else -1
+                self.remainder = note.real or -1
+                if note.last:
+                    self._tell_end(batch, note.real)
                 yield batch
             position.finished = True
         finally:

@@ -21,6 +21,7 @@ from torch.utils.data import (
 from ...errors import TrainingError
 from ..gradient_state import GradientState
 from .position import LAYOUT, Draws, Position, Resumption
+from .rows import short_rows
 from .samplers import BatchSamplerShard, Cursor, SeedableRandomSampler, SkipBatchSampler, sampler_below, set_sampler_below
 from .stateful import stateful_loader
 from .streams import IterableDatasetShard
@@ -80,8 +81,8 @@ class PreparedLoader(DataLoader[Any]):
     Attributes:
         end_of_dataloader: whether the batch handed out last is the last one.
         remainder: where the batch handed out last repeats samples in some process, how many of those of all processes together are none:
-            they stand first, in the order of the processes. 0: the last batch, and nothing in it is repeated. -1: not the last batch, or
-            nobody can tell.
+            they stand first, in the order of the processes. 0: the last batch, and nothing in it is repeated; where one process alone has
+            samples, their number if they are fewer than a full batch. -1: not the last batch, or nobody can tell.
         short_end: this process's samples in the batch handed out last and in a full one, where it is the last one and has fewer; else None.
         iteration: the epoch, from 0; goes up at the end of each.
         skip_batches: left out at the start of each epoch.
@@ -139,6 +140,11 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def total_batch_size(self) -> int | None:
         """Samples of all processes together at one step; None where batches have no size that is known."""
+        raise NotImplementedError
+
+    @property
+    def own_batch_size(self) -> int | None:
+        """Samples of this process at one step; None where batches have no size that is known."""
         raise NotImplementedError
 
     @property
@@ -275,6 +281,13 @@ class PreparedLoader(DataLoader[Any]):
             batches = self._gone_on(going_on)
         self._workers_are_seeded = self.persistent_workers
         return batches
+
+    def _tell_end(self, batch: Any, real: int) -> None:
+        """`batch` is the last one, and of what all processes have in it, `real` samples are none that were repeated (see `remainder`)."""
+        self.end_of_dataloader = True
+        self.short_end = short_rows(batch, self.own_batch_size)
+        alone = self.total_batch_size == self.own_batch_size
+        self.remainder = self.short_end[0] if alone and not real and self.short_end is not None else real
 
     def _gone_on(self, going_on: Resumption) -> Iterator[Any]:
         outside = Draws.now([])

@@ -16,7 +16,6 @@ from ..gradient_state import GradientState
 from ..random import synchronize_rng_states
 from ..state import PartialState
 from .loader import END, PreparedLoader
-from .rows import short_rows
 from .samplers import BatchSamplerShard, SeedableRandomSampler
 from .streams import CountingCollate, IterableDatasetShard
 
@@ -125,9 +124,9 @@ class DataLoaderShard(PreparedLoader):
                 position.batches = step
                 if coming is END:
                     position.finished = True
-                    self.end_of_dataloader = True
-                    self.short_end = short_rows(batch, self.own_batch_size)
-                    self.remainder = self.dataset.real_samples if isinstance(self.dataset, IterableDatasetShard) and not counts else real
+                    self._tell_end(
+                        batch, self.dataset.real_samples if isinstance(self.dataset, IterableDatasetShard) and not counts else real
+                    )
                 elif real or self.remainder != -1:
                     self.remainder = real or -1
                 yield batch

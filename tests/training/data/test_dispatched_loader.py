@@ -218,7 +218,7 @@ def one_process() -> list[Any]:
 
 
 def test_one_process_reads_for_itself() -> None:
-    assert one_process() == [([0, 1], False, -1), ([2, 3], False, -1), ([4], True, 0)]
+    assert one_process() == [([0, 1], False, -1), ([2, 3], False, -1), ([4], True, 1)]
     with pytest.raises(TrainingError, match="batch size is 3"):
         prepare_data_loader(DataLoader(range(5), 3), num_processes=2, process_index=0, split_batches=True)
 

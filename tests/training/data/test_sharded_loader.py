@@ -29,6 +29,7 @@ from bigmodel.training.data import (
     skip_first_batches,
 )
 from bigmodel.training.gradient_state import GradientState
+from bigmodel.training.state import PartialState
 
 
 class Stream(IterableDataset[Any]):
@@ -106,6 +107,16 @@ def test_metrics_are_exact(size: int, each: int, ranks: int, splits: bool, drop_
     assert [[end for _, end, _ in batches] for batches in seen] == [[False] * (len(seen[0]) - 1) + [True] * bool(seen[0])] * ranks
     assert {loader.total_batch_size for loader in prepared} == {each * ranks}
     assert {loader.total_dataset_length for loader in prepared} == {size}
+
+
+@pytest.mark.parametrize(("size", "remainder"), [(10, 2), (9, 1), (8, 0), (3, 3)])
+@pytest.mark.parametrize("dispatches", [False, True])
+@pytest.mark.parametrize("streams", [False, True])
+def test_one_process_tells_how_many_samples_a_short_last_batch_has(size: int, remainder: int, dispatches: bool, streams: bool) -> None:
+    PartialState(cpu=True)
+    loader = DataLoader(Stream(size) if streams else range(size), 4)
+    (prepared,) = ranks_of(loader, 1, dispatch_batches=dispatches, put_on_device=True)
+    assert [told for _, _, told in looped(prepared)] == [-1] * (-(-size // 4) - 1) + [remainder]
 
 
 @pytest.mark.parametrize(("size", "start"), [(16, "fork"), (13, "forkserver"), (3, "fork")])
@@ -493,7 +504,7 @@ def test_a_shortened_epoch_is_followed_by_the_next() -> None:
 
 def test_skip_data_loader() -> None:
     loader = SkipDataLoader(Stream(7), 2, batch_size=2)
-    assert looped(loader) == [([4, 5], False, -1), ([6], True, 0)]
+    assert looped(loader) == [([4, 5], False, -1), ([6], True, 1)]
     assert len(loader) == 2
     assert lists(SkipDataLoader(range(7), 1, batch_size=3)) == [[3, 4, 5], [6]]
 
