@@ -108,7 +108,7 @@ class AcceleratorState(PartialState):
         }
         chosen = [engine for engine, plugin in engines.items() if plugin is not None]
         if len(chosen) > 1:
-            raise TrainingError(f"{' and '.join(map(str, chosen))} cannot train one model together: give one plugin.")
+            raise TrainingError(f"{' and '.join(engine.value for engine in chosen)} cannot train one model together: give one plugin.")
         if parallelism_config is not None:
             engine = chosen[0] if chosen else self.distributed_type
             parallelism_config.refuse_what_is_not_done(self.num_processes, engine, fsdp_plugin)
